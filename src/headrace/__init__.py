@@ -1,0 +1,1 @@
+"""headrace: exported PyTorch programs on the one CUDA stream the caller chose, without libtorch."""
