@@ -1,0 +1,174 @@
+// Programs and methods: load an ExecuTorch program, bind memory, run a method. Python's headrace.load() is
+// this class; nothing here needs Python.
+//
+// Threads: every function may be called from any thread. Calls of one method share its planned memory and
+// therefore run one after the other, unless the program was opened with several instances.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "headrace/status.h"
+#include "headrace/tensor.h"
+
+namespace headrace {
+
+// A file's bytes, owned. `name` is what messages call it.
+class HEADRACE_API Bytes {
+ public:
+  // Reads the whole file into memory of our own. A mapping would change under us, after it was checked,
+  // when the file is overwritten in place, and end the process when it is truncated.
+  // kProgram: the file cannot be read.
+  static Result<std::shared_ptr<const Bytes>> read(const std::string& path);
+  // Copies `size` bytes.
+  static Result<std::shared_ptr<const Bytes>> copy(const void* data, size_t size, std::string name);
+
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+  ~Bytes();
+  const uint8_t* data() const { return data_; }
+  size_t size() const { return size_; }
+  const std::string& name() const { return name_; }
+
+ private:
+  Bytes(uint8_t* data, size_t size, std::string name) : data_(data), size_(size), name_(std::move(name)) {}
+  static Result<std::shared_ptr<Bytes>> allocate(size_t size, std::string name);
+  uint8_t* data_;
+  size_t size_;
+  std::string name_;
+};
+
+using OptionValue = std::variant<bool, int, std::string>;
+
+struct LoadOptions {
+  std::vector<std::shared_ptr<const Bytes>> data;  // data files (.ptd), in the order of the search
+  int instances = 1;                               // copies of the planned memory and of delegate state
+  bool allow_native_code = true;                   // false refuses delegates whose payload is machine code
+  // Options for delegates, by delegate name, then key (at most 63 bytes each).
+  std::map<std::string, std::map<std::string, OptionValue>> options;
+};
+
+// One memory block that an output was written to. It goes back to its method's ring when the last owner
+// drops it, and is freed when the method is gone.
+class Block;
+
+// An input or an output. Tensors are views; an output's view is kept alive by `block`.
+struct Value {
+  enum class Kind : uint8_t { kNone, kTensor, kInt, kDouble, kBool, kString };
+  Kind kind = Kind::kNone;
+  TensorView tensor;
+  int64_t int_value = 0;
+  double double_value = 0;
+  bool bool_value = false;
+  std::string string_value;
+  std::shared_ptr<Block> block;
+};
+
+// What a method takes or returns at one position.
+struct ValueInfo {
+  Value::Kind kind = Value::Kind::kNone;
+  std::string name;  // the file's own name where it has one, else empty
+  DType dtype = DType::kFloat32;
+  std::vector<int64_t> shape;  // upper bounds where the shape is dynamic
+  bool dynamic = false;
+  DeviceId device;
+  bool planned = false;  // the method owns memory for it; the caller's is copied, never aliased
+  int64_t int_value = 0;  // of an int or bool input: the only value that the program accepts
+  double double_value = 0;
+};
+
+// One delegate call of a method, in the order of its instructions.
+struct IslandInfo {
+  int index = 0;        // position in the instruction list
+  std::string delegate;
+  size_t payload_nbytes = 0;
+  int num_args = 0;
+};
+
+struct MemoryUse {
+  std::string what;  // "program", "data", "planned", "outputs"
+  std::string method;
+  int instance = -1;
+  DeviceId device;
+  size_t nbytes = 0;
+};
+
+struct CallOptions {
+  bool strict = false;
+};
+
+// Counts of one call, of the calling thread's last call, or of all calls.
+struct CallStats {
+  int64_t calls = 0;
+  int64_t bytes_to_device = 0;
+  int64_t bytes_to_host = 0;
+  int64_t synchronizations = 0;
+  int64_t driver_allocations = 0;
+  int64_t driver_frees = 0;
+  int64_t repacked_bytes = 0;  // host inputs whose layout was not the program's and had to be rewritten
+};
+
+class ProgramCore;
+class MethodPool;
+
+class HEADRACE_API Method {
+ public:
+  explicit Method(std::shared_ptr<MethodPool> pool);
+  ~Method();
+  const std::string& name() const;
+  const std::vector<ValueInfo>& inputs() const;
+  const std::vector<ValueInfo>& outputs() const;
+  const std::vector<IslandInfo>& islands() const;
+  CallStats stats() const;
+
+  // Runs the method once. Inputs are borrowed until it returns. `out`, if not empty, has one view for each
+  // output to write to (Kind::kNone: allocate); otherwise outputs come from the method's ring and stay
+  // right for as long as their block is held. Blocks until it is this call's turn.
+  // kInput, kDelegate, kDevice, kProgram (closed).
+  Status run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
+             std::vector<Value>& outputs);
+
+ private:
+  std::shared_ptr<MethodPool> pool_;
+};
+
+class HEADRACE_API Program {
+ public:
+  // Checks the file's structure, then that every delegate, kernel and data key that it needs is there,
+  // then loads all its methods. Native payloads run their code here (see LoadOptions).
+  // kProgram, kDelegateUnavailable, kDelegate, kOption, kOutOfDeviceMemory.
+  static Result<std::shared_ptr<Program>> load(std::shared_ptr<const Bytes> file, LoadOptions options);
+  ~Program();
+
+  std::vector<std::string> method_names() const;
+  // Null when there is no method of that name, or the program was closed.
+  std::shared_ptr<Method> method(const std::string& name) const;
+  std::vector<MemoryUse> memory() const;
+  // Waits for running calls, then gives everything back. Later calls of its methods are kProgram.
+  // kInput: from inside a running call.
+  Status close();
+
+ private:
+  Program() = default;
+  std::shared_ptr<ProgramCore> core_;
+  std::vector<std::shared_ptr<MethodPool>> pools_;
+};
+
+// Threads that the engine's CPU kernels and XNNPACK share, in this process.
+HEADRACE_API int num_threads();
+// kOption: outside 1 to 1024, or a program is loaded (its delegates hold on to the pool).
+HEADRACE_API Status set_num_threads(int count);
+
+// Prepares the engine once per process: collects its log, registers our device allocator.
+// kEngine: another library already owns a slot that is ours.
+HEADRACE_API Status initialize();
+
+HEADRACE_API std::vector<std::string> registered_delegates();
+HEADRACE_API std::vector<std::string> registered_kernels();
+
+}  // namespace headrace

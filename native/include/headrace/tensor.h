@@ -1,0 +1,69 @@
+// What a tensor is at the boundary of this library: a borrowed view on memory that somebody else owns.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "headrace/status.h"
+
+namespace headrace {
+
+// The codes of ExecuTorch's ScalarType (schema/scalar_type.fbs of 1.5.1).
+enum class DType : int8_t {
+  kUInt8 = 0,
+  kInt8 = 1,
+  kInt16 = 2,
+  kInt32 = 3,
+  kInt64 = 4,
+  kFloat16 = 5,
+  kFloat32 = 6,
+  kFloat64 = 7,
+  kBool = 11,
+  kBFloat16 = 15,
+  kUInt16 = 27,
+  kUInt32 = 28,
+  kUInt64 = 29,
+};
+
+// Bytes of one element; 0 for a code that is none of the above.
+HEADRACE_API size_t itemsize(DType dtype);
+// "float32", "bfloat16", …; "dtype 42" for a code that is none of the above.
+HEADRACE_API std::string dtype_name(DType dtype);
+
+// ExecuTorch's DeviceType codes: the kinds of device that a program can name.
+enum class DeviceKind : int8_t { kCpu = 0, kCuda = 1 };
+
+struct DeviceId {
+  DeviceKind kind = DeviceKind::kCpu;
+  int8_t index = 0;
+  bool operator==(const DeviceId&) const = default;
+};
+// "cpu" or "cuda:0".
+HEADRACE_API std::string device_name(DeviceId device);
+
+constexpr size_t kMaxDims = 16;  // the engine's own limit (tensor_dimension_limit.h)
+
+// A borrowed view: shape and strides by value, memory by pointer. Strides count bytes, since a NumPy view
+// may step by less than an element. The owner keeps `data` alive for as long as the view is in use.
+struct TensorView {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int ndim = 0;
+  std::array<int64_t, kMaxDims> sizes{};
+  std::array<int64_t, kMaxDims> strides_bytes{};
+  DeviceId device;
+
+  int64_t numel() const {
+    int64_t n = 1;
+    for (int i = 0; i < ndim; ++i) n *= sizes[i];
+    return n;
+  }
+  size_t nbytes() const { return static_cast<size_t>(numel()) * itemsize(dtype); }
+};
+
+// "float32[2, 80]".
+HEADRACE_API std::string describe(const TensorView& view);
+
+}  // namespace headrace

@@ -1,0 +1,175 @@
+#include "program/engine.h"
+
+#include <executorch/runtime/backend/interface.h>
+#include <executorch/runtime/core/device_allocator.h>
+#include <executorch/runtime/kernel/operator_registry.h>
+#include <executorch/runtime/platform/runtime.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <unordered_set>
+
+#include "program/log.h"
+
+// The stock wheel exports these from libexecutorch_threadpool.so and ships no header for them
+// (extension/threadpool/threadpool.h of ExecuTorch 1.5.1).
+namespace executorch::extension::threadpool {
+class ThreadPool {
+ public:
+  size_t get_thread_count() const;
+  bool _unsafe_reset_threadpool(uint32_t num_threads);
+};
+ThreadPool* get_threadpool();
+}  // namespace executorch::extension::threadpool
+
+namespace headrace {
+
+namespace et = executorch::runtime;
+namespace pool = executorch::extension::threadpool;
+
+namespace {
+std::mutex threads_mutex;
+}
+
+std::atomic<int>& live_programs() {
+  static std::atomic<int> count{0};
+  return count;
+}
+
+Status initialize() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    et::runtime_init();
+    collect_engine_log();
+  });
+  return {};
+}
+
+int num_threads() {
+  std::lock_guard lock(threads_mutex);
+  pool::ThreadPool* threads = pool::get_threadpool();
+  return threads ? static_cast<int>(threads->get_thread_count()) : 1;
+}
+
+Status set_num_threads(int count) {
+  if (count < 1 || count > 1024) {
+    return Status(ErrorCode::kOption,
+                  "num_threads: expected a count between 1 and 1024, got " + std::to_string(count));
+  }
+  std::lock_guard lock(threads_mutex);
+  if (int alive = live_programs().load(); alive != 0) {
+    return Status(ErrorCode::kOption, "num_threads: expected no loaded program, got " + std::to_string(alive) +
+                                          "; set it before the first load, or close them first");
+  }
+  pool::ThreadPool* threads = pool::get_threadpool();
+  if (threads == nullptr || !threads->_unsafe_reset_threadpool(static_cast<uint32_t>(count))) {
+    return Status(ErrorCode::kOption, "num_threads: the engine cannot make " + std::to_string(count) + " threads");
+  }
+  return {};
+}
+
+std::vector<std::string> registered_delegates() {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < et::get_num_registered_backends(); ++i) {
+    if (auto name = et::get_backend_name(i); name.ok()) names.emplace_back(*name);
+  }
+  return names;
+}
+
+std::vector<std::string> registered_kernels() {
+  std::vector<std::string> names;
+  for (const et::Kernel& kernel : et::get_registered_kernels()) names.emplace_back(kernel.name_);
+  return names;
+}
+
+bool kernel_registered(const std::string& name) {
+  static std::mutex mutex;
+  static std::unordered_set<std::string> known;
+  static size_t seen = 0;
+  std::lock_guard lock(mutex);
+  // Libraries may add kernels at any time; none is ever taken out.
+  auto kernels = et::get_registered_kernels();
+  for (; seen < kernels.size(); ++seen) known.insert(kernels[seen].name_);
+  return known.count(name) != 0;
+}
+
+Status check_delegate(const std::string& id, const std::string& where) {
+  et::BackendInterface* backend = et::get_backend_class(id.c_str());
+  if (backend != nullptr && backend->is_available()) return {};
+  std::string have;
+  for (const std::string& name : registered_delegates()) have += (have.empty() ? "" : ", ") + name;
+  Status status(ErrorCode::kDelegateUnavailable,
+                where + ": expected the delegate '" + id + "', got " +
+                    (backend ? "one that is not available on this machine" : "these: " + have) +
+                    (backend ? "" : "; load the library or define the class that provides it before the program"));
+  status.delegate = id;
+  return status;
+}
+
+bool payload_is_code(const std::string& id) {
+  // XNNPACK's payload is a graph of known operators; delegates written in Python say so themselves.
+  return id != "XnnpackBackend";
+}
+
+namespace {
+
+// The number behind `word` in the last log line that has it, or -1.
+int number_after(const std::vector<std::string>& log, const std::string& word) {
+  for (size_t i = log.size(); i-- > 0;) {
+    size_t at = log[i].find(word);
+    if (at == std::string::npos) continue;
+    const char* digits = log[i].c_str() + at + word.size();
+    char* end = nullptr;
+    long value = std::strtol(digits, &end, 10);
+    if (end != digits && value >= 0 && value <= INT32_MAX) return static_cast<int>(value);
+  }
+  return -1;
+}
+
+ErrorCode code_of(et::Error error) {
+  switch (error) {
+    case et::Error::OperatorMissing: return ErrorCode::kDelegateUnavailable;
+    case et::Error::InvalidProgram:
+    case et::Error::InvalidExternalData:
+    case et::Error::NotFound: return ErrorCode::kProgram;
+    case et::Error::MemoryAllocationFailed:
+    case et::Error::DelegateMemoryAllocationFailed:
+    case et::Error::OutOfResources: return ErrorCode::kOutOfDeviceMemory;
+    default: return ErrorCode::kDelegate;
+  }
+}
+
+}  // namespace
+
+Status engine_status(et::Error error, const std::string& doing, const MethodPlan& method,
+                     std::vector<std::string> log) {
+  std::string what;
+  int island = number_after(log, "instruction ");
+  std::string delegate;
+  if (island >= 0 && !method.chains.empty() && static_cast<size_t>(island) < method.chains[0].size()) {
+    const Instruction& in = method.chains[0][static_cast<size_t>(island)];
+    if (in.kind == InstructionKind::kDelegate) {
+      delegate = method.delegates[static_cast<size_t>(in.target)].id;
+      what = ", delegate '" + delegate + "'";
+    } else if (in.kind == InstructionKind::kKernel) {
+      what = ", kernel '" + method.operators[static_cast<size_t>(in.target)] + "'";
+    }
+    what = ", instruction " + std::to_string(island) + what;
+  } else {
+    for (const DelegatePlan& d : method.delegates) {
+      for (const std::string& line : log) {
+        if (delegate.empty() && line.find(d.id) != std::string::npos) delegate = d.id;
+      }
+    }
+    if (!delegate.empty()) what = ", delegate '" + delegate + "'";
+  }
+  Status status(code_of(error), method.name + what + ": " + doing + " failed: " + et::to_string(error) +
+                                    (log.empty() ? "" : "; the engine says: " + log.front()));
+  status.method = method.name;
+  status.delegate = delegate;
+  status.island = island;
+  status.log = std::move(log);
+  return status;
+}
+
+}  // namespace headrace

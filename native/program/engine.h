@@ -1,0 +1,29 @@
+// What of the engine is process-wide: its registries, its threads, and how its errors become ours.
+#pragma once
+
+#include <executorch/runtime/core/error.h>
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "headrace/program.h"
+#include "program/plan.h"
+
+namespace headrace {
+
+// Programs alive in this process; the thread pool must not change under them.
+std::atomic<int>& live_programs();
+
+bool kernel_registered(const std::string& name);
+// kDelegateUnavailable: not registered, or registered and unavailable on this machine.
+Status check_delegate(const std::string& id, const std::string& where);
+// Whether a delegate's payload is machine code that loading runs.
+bool payload_is_code(const std::string& id);
+
+// The Status of a failed engine call in `method`: the code by who must act, the log as it came, and the
+// instruction and delegate that the log names.
+Status engine_status(executorch::runtime::Error error, const std::string& doing, const MethodPlan& method,
+                     std::vector<std::string> log);
+
+}  // namespace headrace

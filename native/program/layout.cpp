@@ -1,0 +1,67 @@
+#include "program/layout.h"
+
+#include <cstring>
+
+namespace headrace {
+
+void dense_strides(int ndim, const int32_t* sizes, const uint8_t* dim_order, int32_t* strides) {
+  int64_t stride = 1;
+  for (int i = ndim - 1; i >= 0; --i) {
+    strides[dim_order[i]] = static_cast<int32_t>(stride);
+    stride *= sizes[dim_order[i]];
+  }
+}
+
+bool is_dense(const TensorView& view, const int32_t* strides) {
+  auto width = static_cast<int64_t>(itemsize(view.dtype));
+  bool fits = true;
+  for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d) {
+    if (view.sizes[d] == 0) return true;
+    fits &= view.sizes[d] == 1 || view.strides_bytes[d] == strides[d] * width;
+  }
+  return fits;
+}
+
+namespace {
+
+// Copies elements of `width` bytes along dimensions `order[level..]`; steps are in bytes.
+void copy_strided(const uint8_t* from, uint8_t* to, const TensorView& shape, const int64_t* from_steps,
+                  const int64_t* to_steps, const uint8_t* order, int level, size_t width) {
+  if (level == shape.ndim) {
+    std::memcpy(to, from, width);
+    return;
+  }
+  size_t d = order[level];
+  int64_t count = shape.sizes[d], from_step = from_steps[d], to_step = to_steps[d];
+  if (level + 1 == shape.ndim && from_step == static_cast<int64_t>(width) && to_step == from_step) {
+    std::memcpy(to, from, width * static_cast<size_t>(count));
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    copy_strided(from + i * from_step, to + i * to_step, shape, from_steps, to_steps, order, level + 1, width);
+  }
+}
+
+}  // namespace
+
+void repack(const TensorView& view, const uint8_t* dim_order, void* to) {
+  std::array<int64_t, kMaxDims> steps{};
+  auto step = static_cast<int64_t>(itemsize(view.dtype));
+  for (int i = view.ndim - 1; i >= 0; --i) {
+    steps[dim_order[i]] = step;
+    step *= view.sizes[dim_order[i]];
+  }
+  if (step == 0) return;
+  copy_strided(static_cast<const uint8_t*>(view.data), static_cast<uint8_t*>(to), view, view.strides_bytes.data(),
+               steps.data(), dim_order, 0, itemsize(view.dtype));
+}
+
+void unpack(const void* from, const TensorView& dense, const TensorView& to) {
+  if (dense.numel() == 0) return;
+  std::array<uint8_t, kMaxDims> order;
+  for (size_t d = 0; d < kMaxDims; ++d) order[d] = static_cast<uint8_t>(d);
+  copy_strided(static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to.data), dense, dense.strides_bytes.data(),
+               to.strides_bytes.data(), order.data(), 0, itemsize(dense.dtype));
+}
+
+}  // namespace headrace

@@ -1,0 +1,38 @@
+#include "program/log.h"
+
+#include <executorch/runtime/platform/platform.h>
+
+#include <cstdio>
+#include <utility>
+
+namespace headrace {
+
+namespace {
+thread_local LogScope* innermost = nullptr;
+constexpr size_t kMaxLines = 64;  // a failing kernel in a loop logs without end
+}  // namespace
+
+struct LogSink {
+  static void emit(et_timestamp_t, et_pal_log_level_t level, const char* file, const char*, size_t line,
+                   const char* message, size_t length) {
+    if (level == et_pal_log_level_t::kFatal) {
+      std::fprintf(stderr, "headrace: the engine ends this process: %s:%zu: %.*s\n", file, line,
+                   static_cast<int>(length), message);
+      return;
+    }
+    if (level != et_pal_log_level_t::kError || innermost == nullptr) return;
+    auto& lines = innermost->lines_;
+    if (lines.size() >= kMaxLines) return;
+    lines.push_back(std::string(file) + ":" + std::to_string(line) + ": " + std::string(message, length));
+  }
+};
+
+void collect_engine_log() {
+  executorch::runtime::register_pal(executorch::runtime::PalImpl::create(&LogSink::emit, __FILE_NAME__));
+}
+
+LogScope::LogScope() : outer_(std::exchange(innermost, this)) {}
+LogScope::~LogScope() { innermost = outer_; }
+std::vector<std::string> LogScope::take() { return std::exchange(lines_, {}); }
+
+}  // namespace headrace

@@ -1,0 +1,783 @@
+#include "program/plan.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdarg>
+#include <cstdio>
+#include <new>
+#include <unordered_set>
+
+#include "program/flatbuffer.h"
+#include "program/operators.h"
+
+namespace headrace {
+
+const char* kind_name(ValueKind kind) {
+  switch (kind) {
+    case ValueKind::kNone: return "none";
+    case ValueKind::kInt: return "int";
+    case ValueKind::kBool: return "bool";
+    case ValueKind::kDouble: return "float";
+    case ValueKind::kTensor: return "tensor";
+    case ValueKind::kString: return "string";
+    case ValueKind::kIntList: return "list of ints";
+    case ValueKind::kDoubleList: return "list of floats";
+    case ValueKind::kBoolList: return "list of bools";
+    case ValueKind::kTensorList: return "list of tensors";
+    case ValueKind::kOptionalTensorList: return "list of optional tensors";
+  }
+  return "unknown kind";
+}
+
+namespace {
+
+// Leaves read_program() or read_data_file() early; never crosses them.
+struct Malformed {
+  ErrorCode code;
+  std::string message;
+};
+
+__attribute__((format(printf, 1, 2))) std::string format(const char* pattern, ...) {
+  char text[512];
+  va_list args;
+  va_start(args, pattern);
+  std::vsnprintf(text, sizeof text, pattern, args);
+  va_end(args);
+  return text;
+}
+
+// Names of an untrusted file go into messages: short and printable.
+std::string quoted(std::string_view name) {
+  std::string out = "'";
+  for (char c : name.substr(0, 80)) out += (c >= 0x20 && c < 0x7f) ? c : '?';
+  if (name.size() > 80) out += "…";
+  return out + "'";
+}
+
+// Where an aligned extended header puts things; formats: schema/extended_header.h, flat_tensor_header.h.
+struct Header {
+  uint64_t tables_offset = 0, tables_size = 0;
+  uint64_t segments_offset = 0, segments_size = 0;
+};
+
+class FileReader {
+ protected:
+  explicit FileReader(const FileView& file) : file_(file) {}
+
+  [[noreturn]] void fail(const std::string& what) const {
+    throw Malformed{ErrorCode::kProgram, file_.name + where_ + ": " + what};
+  }
+  // Elements that the file may still make us read: a sound file holds each of them once.
+  void spend(uint64_t elements) {
+    if (elements > budget_) {
+      fail("expected vectors that do not share their bytes, got more elements than the file has bytes; "
+           "the file is damaged, export it again");
+    }
+    budget_ -= elements;
+  }
+  void check_buffer(const fb::Buffer& buffer) const {
+    if (buffer.malformed()) fail("expected offsets inside the file, got one that leaves it; export it again");
+  }
+  template <class T>
+  T raw(uint64_t at) const {
+    T value{};
+    std::memcpy(&value, file_.data + at, sizeof value);
+    return value;
+  }
+  bool has_magic(uint64_t at, const char* magic) const {
+    return file_.size >= at + 4 && std::memcmp(file_.data + at, magic, 4) == 0;
+  }
+  std::string magic_text(uint64_t at) const {
+    return file_.size >= at + 4 ? quoted({reinterpret_cast<const char*>(file_.data) + at, 4})
+                                : format("%zu bytes", file_.size);
+  }
+  void check_header(const Header& h) const {
+    auto inside = [&](uint64_t offset, uint64_t size) {
+      return offset <= file_.size && size <= file_.size - offset;
+    };
+    if (!inside(h.tables_offset, h.tables_size) || h.tables_size < 8) {
+      fail(format("expected the file's tables at %" PRIu64 " with %" PRIu64
+                  " bytes inside it, got a file of %zu bytes; it is truncated or damaged",
+                  h.tables_offset, h.tables_size, file_.size));
+    }
+    if (!inside(h.segments_offset, h.segments_size)) {
+      fail(format("expected segments at %" PRIu64 " with %" PRIu64
+                  " bytes inside the file, got a file of %zu bytes; it is truncated",
+                  h.segments_offset, h.segments_size, file_.size));
+    }
+  }
+  // The segments listed in `list` (offset u64, size u64), as views.
+  std::vector<std::string_view> read_segments(const fb::Buffer& buffer, const fb::Vector& list,
+                                              const Header& h) {
+    std::vector<std::string_view> out;
+    spend(list.size());
+    for (size_t i = 0; i < list.size(); ++i) {
+      fb::Table segment = list.table(i);
+      auto offset = segment.scalar<uint64_t>(0), size = segment.scalar<uint64_t>(1);
+      check_buffer(buffer);
+      uint64_t room = file_.size - h.segments_offset;
+      if (offset > room || size > room - offset) {
+        fail(format("segment %zu: expected offset %" PRIu64 " and size %" PRIu64
+                    " inside the file, got a file of %zu bytes; it is truncated or damaged",
+                    i, offset, size, file_.size));
+      }
+      out.emplace_back(reinterpret_cast<const char*>(file_.data) + h.segments_offset + offset, size);
+    }
+    return out;
+  }
+  DType read_dtype(int8_t code) const {
+    auto dtype = static_cast<DType>(code);
+    if (itemsize(dtype) == 0) {
+      fail(format("dtype: expected a plain integer, float or bool type, got ScalarType %d, which headrace "
+                  "does not carry; cast it in the model",
+                  code));
+    }
+    return dtype;
+  }
+  // Sizes, the order of the dimensions and the number of bytes that they come to.
+  uint64_t read_shape(const fb::Vector& sizes, const fb::Vector& order, DType dtype,
+                      std::vector<int32_t>& sizes_out, std::vector<uint8_t>& order_out) {
+    if (sizes.size() > kMaxDims) {
+      fail(format("shape: expected at most %zu dimensions, got %zu", kMaxDims, sizes.size()));
+    }
+    if (order.size() != sizes.size()) {
+      fail(format("dim_order: expected %zu entries, one for each dimension, got %zu; export it again",
+                  sizes.size(), order.size()));
+    }
+    spend(sizes.size() + order.size());
+    // The engine multiplies bounds into a signed size before it multiplies by the width of an element.
+    uint64_t nbytes = itemsize(dtype);
+    uint32_t seen = 0;
+    sizes_out.reserve(sizes.size());
+    order_out.reserve(sizes.size());
+    bool empty = false;
+    for (size_t d = 0; d < sizes.size(); ++d) {
+      auto size = sizes.scalar<int32_t>(d);
+      auto dim = order.scalar<uint8_t>(d);
+      if (size < 0) fail(format("shape: dimension %zu: expected a size of 0 or more, got %d", d, size));
+      if (dim >= sizes.size() || ((seen >> dim) & 1u) != 0) {
+        fail(format("dim_order: expected a permutation of 0 to %zu, got %u at %zu", sizes.size() - 1, dim, d));
+      }
+      seen |= 1u << dim;
+      if (size == 0) empty = true;
+      if (size != 0 && __builtin_mul_overflow(nbytes, static_cast<uint64_t>(size), &nbytes)) nbytes = UINT64_MAX;
+      if (nbytes > static_cast<uint64_t>(INT64_MAX)) fail("shape: expected a size that 64 bits can count, got more");
+      sizes_out.push_back(size);
+      order_out.push_back(dim);
+    }
+    return empty ? 0 : nbytes;
+  }
+
+  FileView file_;
+  std::string where_;
+  uint64_t budget_ = 0;
+};
+
+class ProgramReader : FileReader {
+ public:
+  explicit ProgramReader(const FileView& file) : FileReader(file), buffer_(nullptr, 0) {}
+
+  ProgramPlan read() {
+    Header h = read_header();
+    buffer_ = fb::Buffer(file_.data, h.tables_size);
+    budget_ = 8 * h.tables_size + 64;
+    fb::Table program(&buffer_, buffer_.follow(0));
+    check_buffer(buffer_);
+    if (auto version = program.scalar<uint32_t>(0); version != 0) {
+      fail(format("expected schema version 0, got %u; export it with ExecuTorch 1.5", version));
+    }
+    segments_ = read_segments(buffer_, program.vector(4), h);
+    constants_ = program.vector(2);
+    delegate_data_ = program.vector(3);
+    constant_segment_ = program.table(5);
+    mutable_segments_ = program.vector(6);
+
+    ProgramPlan out;
+    read_named_data(program.vector(7), out);
+    fb::Vector plans = program.vector(1);
+    check_buffer(buffer_);
+    if (plans.size() == 0) fail("expected at least one method, got none; export it again");
+    spend(plans.size());
+    std::unordered_set<std::string> names;
+    for (size_t i = 0; i < plans.size(); ++i) {
+      out.methods.push_back(read_method(plans.table(i), i));
+      if (!names.insert(out.methods.back().name).second) {
+        fail("expected methods with different names, got this one twice");
+      }
+      where_.clear();
+    }
+    return out;
+  }
+
+ private:
+  Header read_header() {
+    if (!has_magic(4, "ET12")) {
+      fail("expected an ExecuTorch program ('ET12' at byte 4), got " + magic_text(4) +
+           "; a program is what to_executorch() writes as .pte");
+    }
+    Header h;
+    h.tables_size = file_.size;
+    if (!has_magic(8, "eh00")) return h;  // an old file without segments
+    if (file_.size < 40) fail(format("expected a header of at least 32 bytes, got a file of %zu", file_.size));
+    auto length = raw<uint32_t>(12);
+    if (length < 24) fail(format("expected a header of at least 24 bytes, got one of %u", length));
+    h.tables_size = raw<uint64_t>(16);
+    h.segments_offset = raw<uint64_t>(24);
+    if (h.segments_offset != 0 && h.segments_offset < h.tables_size) {
+      fail(format("expected segments behind the tables (%" PRIu64 " bytes), got them at %" PRIu64,
+                  h.tables_size, h.segments_offset));
+    }
+    if (length >= 32) h.segments_size = raw<uint64_t>(32);
+    check_header(h);
+    return h;
+  }
+
+  void read_named_data(const fb::Vector& list, ProgramPlan& out) {
+    spend(list.size());
+    for (size_t i = 0; i < list.size(); ++i) {
+      fb::Table entry = list.table(i);
+      std::string_view key = entry.string(0);
+      auto segment = entry.scalar<uint32_t>(1);
+      check_buffer(buffer_);
+      if (segment >= segments_.size()) {
+        fail(format("named data %s: expected a segment index below %zu, got %u", quoted(key).c_str(),
+                    segments_.size(), segment));
+      }
+      spend(key.size());
+      out.named_data.push_back({std::string(key), segments_[segment]});
+    }
+  }
+
+  MethodPlan read_method(const fb::Table& plan, size_t index) {
+    MethodPlan m;
+    where_ = format(", method %zu", index);
+    m.name = plan.string(0);
+    check_buffer(buffer_);
+    if (m.name.empty()) fail("expected a method name, got none; export it again");
+    where_ = ", method " + quoted(m.name);
+    read_buffers(plan, m);
+    read_values(plan.vector(2), m);
+    read_operators(plan.vector(6), m);
+    read_delegates(plan.vector(7), m);
+    m.inputs = read_indices(plan.vector(3), m, "input");
+    m.outputs = read_indices(plan.vector(4), m, "output");
+    read_chains(plan.vector(5), m);
+    check_buffer(buffer_);
+    check_unplanned(m);
+    return m;
+  }
+
+  void read_buffers(const fb::Table& plan, MethodPlan& m) {
+    fb::Vector sizes = plan.vector(8, 8);
+    spend(sizes.size());
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      auto nbytes = sizes.scalar<int64_t>(i);
+      if (nbytes < 0) fail(format("planned buffer %zu: expected a size of 0 or more, got %" PRId64, i, nbytes));
+      m.buffers.push_back({static_cast<uint64_t>(nbytes), {}});
+    }
+    fb::Vector devices = plan.vector(9);
+    spend(devices.size());
+    for (size_t i = 0; i < devices.size(); ++i) {
+      fb::Table entry = devices.table(i);
+      auto buffer = entry.scalar<int32_t>(0);
+      if (buffer < 0 || static_cast<size_t>(buffer) >= m.buffers.size()) {
+        fail(format("device of a planned buffer: expected a buffer index below %zu, got %d", m.buffers.size(), buffer));
+      }
+      m.buffers[static_cast<size_t>(buffer)].device = read_device(entry.scalar<int8_t>(1), entry.scalar<int8_t>(2));
+    }
+    check_buffer(buffer_);
+  }
+
+  DeviceId read_device(int8_t kind, int8_t index) const {
+    if (kind != 0 && kind != 1) fail(format("device: expected CPU (0) or CUDA (1), got type %d", kind));
+    if (index < 0) fail(format("device: expected an index of 0 or more, got %d", index));
+    return {static_cast<DeviceKind>(kind), kind == 0 ? int8_t{0} : index};
+  }
+
+  void read_values(const fb::Vector& values, MethodPlan& m) {
+    spend(values.size());
+    m.values.resize(values.size());
+    std::string method = where_;
+    for (size_t i = 0; i < values.size(); ++i) {
+      where_ = method + format(", value %zu", i);
+      read_value(values.table(i), i, m);
+      check_buffer(buffer_);
+    }
+    where_ = method;
+    // Elements of a list of ints are looked up when a kernel asks, so they may come after the list.
+    for (size_t i = 0; i < m.values.size(); ++i) {
+      if (m.values[i].kind != ValueKind::kIntList) continue;
+      for (int32_t item : m.values[i].items) {
+        if (m.values[static_cast<size_t>(item)].kind != ValueKind::kInt) {
+          fail(format("value %zu: expected a list whose elements are ints, got value %d, %s", i, item,
+                      kind_name(m.values[static_cast<size_t>(item)].kind)));
+        }
+      }
+    }
+  }
+
+  void read_value(const fb::Table& value, size_t index, MethodPlan& m) {
+    ValuePlan& out = m.values[index];
+    auto tag = value.scalar<uint8_t>(0);
+    fb::Table body = value.table(1);
+    check_buffer(buffer_);
+    if (tag < 1 || tag > 11) fail(format("expected a kind between 1 and 11, got %u; export it again", tag));
+    out.kind = static_cast<ValueKind>(tag);
+    if (!body.present() && out.kind != ValueKind::kNone) fail("expected a value, got an empty one");
+    switch (out.kind) {
+      case ValueKind::kNone: break;
+      case ValueKind::kInt: out.int_value = body.scalar<int64_t>(0); break;
+      case ValueKind::kBool: out.int_value = body.scalar<uint8_t>(0); break;
+      case ValueKind::kDouble: out.double_value = body.scalar<double>(0); break;
+      case ValueKind::kString: spend(body.vector(0, 1).size()); break;
+      case ValueKind::kDoubleList: spend(body.vector(0, 8).size()); break;
+      case ValueKind::kBoolList: spend(body.vector(0, 1).size()); break;
+      case ValueKind::kTensor:
+        out.tensor = static_cast<int32_t>(m.tensors.size());
+        m.tensors.push_back(read_tensor(body, m));
+        break;
+      case ValueKind::kIntList: {
+        fb::Vector items = body.vector(0, 8);
+        spend(items.size());
+        for (size_t i = 0; i < items.size(); ++i) {
+          auto item = items.scalar<int64_t>(i);
+          check_index(item, m.values.size(), "an element");
+          out.items.push_back(static_cast<int32_t>(item));
+        }
+        break;
+      }
+      case ValueKind::kTensorList:
+      case ValueKind::kOptionalTensorList: {
+        fb::Vector items = body.vector(0, 4);
+        spend(items.size());
+        bool optional = out.kind == ValueKind::kOptionalTensorList;
+        for (size_t i = 0; i < items.size(); ++i) {
+          auto item = items.scalar<int32_t>(i);
+          out.items.push_back(item);
+          if (optional && item == -1) continue;
+          // The engine copies the elements while it reads the list: they must have been read before.
+          check_index(item, index, "an element (before the list)");
+          ValueKind kind = m.values[static_cast<size_t>(item)].kind;
+          if (kind != ValueKind::kTensor && !(optional && kind == ValueKind::kNone)) {
+            fail(format("expected a list whose elements are tensors, got value %d, %s", item, kind_name(kind)));
+          }
+        }
+        break;
+      }
+    }
+  }
+
+  void check_index(int64_t index, size_t count, const char* what) const {
+    if (index < 0 || static_cast<uint64_t>(index) >= count) {
+      fail(format("%s: expected an index below %zu, got %" PRId64 "; the file is damaged, export it again",
+                  what, count, index));
+    }
+  }
+
+  TensorPlan read_tensor(const fb::Table& t, const MethodPlan& m) {
+    TensorPlan out;
+    out.dtype = read_dtype(t.scalar<int8_t>(0));
+    if (auto offset = t.scalar<int32_t>(1); offset != 0) {
+      fail(format("storage_offset: expected 0, got %d; the engine knows no other", offset));
+    }
+    auto dynamism = t.scalar<int8_t>(8);
+    if (dynamism < 0 || dynamism > 2) fail(format("shape_dynamism: expected 0, 1 or 2, got %d", dynamism));
+    out.dynamism = static_cast<Dynamism>(dynamism);
+    out.nbytes = read_shape(t.vector(2, 4), t.vector(3, 1), out.dtype, out.sizes, out.dim_order);
+
+    fb::Table extra = t.table(9), allocation = t.table(6);
+    auto buffer = t.scalar<uint32_t>(5);
+    bool external = false;
+    if (extra.present()) {
+      out.name = extra.string(1);
+      spend(out.name.size());
+      auto location = extra.scalar<int8_t>(2);
+      if (location != 0 && location != 1) fail(format("location: expected 0 or 1, got %d", location));
+      external = location == 1;
+      out.device = read_device(extra.scalar<int8_t>(3), extra.scalar<int8_t>(4));
+    }
+    check_buffer(buffer_);
+    if (external && out.name.empty()) fail("external data: expected a fully qualified name, got none");
+    if (allocation.present()) {
+      out.storage = Storage::kPlanned;
+      check_allocation(allocation, m, out);
+      out.mutable_state = external || buffer > 0;
+      if (!external && buffer > 0) check_initial_state(extra, buffer, out);
+    } else if (external) {
+      out.storage = Storage::kExternal;
+    } else if (buffer > 0) {
+      out.storage = Storage::kConstant;
+      check_constant(buffer, out);
+    }
+    return out;
+  }
+
+  void check_allocation(const fb::Table& allocation, const MethodPlan& m, TensorPlan& out) {
+    out.memory_id = allocation.scalar<uint32_t>(0);
+    out.memory_offset =
+        allocation.scalar<uint32_t>(1) | static_cast<uint64_t>(allocation.scalar<uint32_t>(2)) << 32;
+    if (out.memory_id == 0 || out.memory_id >= m.buffers.size()) {
+      fail(format("planned memory: expected a buffer between 1 and %zu, got %u",
+                  m.buffers.size() ? m.buffers.size() - 1 : 0, out.memory_id));
+    }
+    const BufferPlan& planned = m.buffers[out.memory_id];
+    if (out.memory_offset > planned.nbytes || out.nbytes > planned.nbytes - out.memory_offset) {
+      fail(format("planned memory: expected %" PRIu64 " bytes at offset %" PRIu64
+                  " inside buffer %u, got a buffer of %" PRIu64,
+                  out.nbytes, out.memory_offset, out.memory_id, planned.nbytes));
+    }
+    if (out.memory_offset % itemsize(out.dtype) != 0) {
+      fail(format("planned memory: expected an offset that is a multiple of %zu, got %" PRIu64,
+                  itemsize(out.dtype), out.memory_offset));
+    }
+    if (planned.device != out.device) {
+      fail("planned memory: expected a tensor and its buffer on one device, got " + device_name(out.device) +
+           " and " + device_name(planned.device));
+    }
+  }
+
+  void check_subsegment(const fb::Table& list, uint64_t index, uint64_t nbytes, const char* what) const {
+    fb::Vector offsets = list.vector(1, 8);
+    auto segment = list.scalar<uint32_t>(0);
+    check_buffer(buffer_);
+    check_index(static_cast<int64_t>(std::min<uint64_t>(index, INT64_MAX)), offsets.size(), what);
+    check_index(segment, segments_.size(), what);
+    auto offset = offsets.scalar<uint64_t>(index);
+    uint64_t size = segments_[segment].size();
+    if (offset > size || nbytes > size - offset) {
+      fail(format("%s: expected %" PRIu64 " bytes at offset %" PRIu64 ", got a segment of %" PRIu64, what, nbytes,
+                  offset, size));
+    }
+  }
+
+  void check_constant(uint32_t buffer, const TensorPlan& t) {
+    if (constant_segment_.present() && constant_segment_.vector(1, 8).size() > 0) {
+      check_subsegment(constant_segment_, buffer, t.nbytes, "constant data");
+      return;
+    }
+    check_index(buffer, constants_.size(), "constant data");
+    uint64_t size = constants_.table(buffer).vector(0, 1).size();
+    if (t.nbytes > size) fail(format("constant data: expected %" PRIu64 " bytes, got %" PRIu64, t.nbytes, size));
+  }
+
+  void check_initial_state(const fb::Table& extra, uint32_t buffer, const TensorPlan& t) {
+    uint64_t list = extra.present() ? extra.scalar<uint64_t>(0) : 0;
+    check_index(static_cast<int64_t>(std::min<uint64_t>(list, INT64_MAX)), mutable_segments_.size(),
+                "initial state");
+    check_subsegment(mutable_segments_.table(list), buffer, t.nbytes, "initial state");
+  }
+
+  void read_operators(const fb::Vector& operators, MethodPlan& m) {
+    spend(operators.size());
+    for (size_t i = 0; i < operators.size(); ++i) {
+      fb::Table op = operators.table(i);
+      std::string_view name = op.string(0), overload = op.string(1);
+      check_buffer(buffer_);
+      // The engine joins name and overload in a buffer of 256 bytes.
+      if (name.empty() || name.size() + overload.size() > 250) {
+        fail(format("operator %zu: expected a name of 1 to 250 characters, got %zu", i, name.size()));
+      }
+      spend(name.size() + overload.size());
+      m.operators.emplace_back(std::string(name) + (overload.empty() ? "" : ".") + std::string(overload));
+    }
+  }
+
+  void read_delegates(const fb::Vector& delegates, MethodPlan& m) {
+    spend(delegates.size());
+    for (size_t i = 0; i < delegates.size(); ++i) {
+      fb::Table entry = delegates.table(i);
+      DelegatePlan d;
+      d.id = entry.string(0);
+      fb::Table processed = entry.table(1);
+      check_buffer(buffer_);
+      if (d.id.empty()) fail(format("delegate %zu: expected a name, got none", i));
+      if (!processed.present()) fail(format("delegate %zu (%s): expected a payload, got none", i, quoted(d.id).c_str()));
+      auto location = processed.scalar<int8_t>(0);
+      auto index = processed.scalar<uint32_t>(1);
+      std::string what = format("payload of delegate %zu (%s)", i, quoted(d.id).c_str());
+      if (location == 1) {
+        check_index(index, segments_.size(), what.c_str());
+        d.payload = segments_[index];
+      } else if (location == 0) {
+        check_index(index, delegate_data_.size(), what.c_str());
+        fb::Vector data = delegate_data_.table(index).vector(0, 1);
+        d.payload = {reinterpret_cast<const char*>(data.bytes()), data.size()};
+      } else {
+        fail(format("%s: expected location 0 or 1, got %d", what.c_str(), location));
+      }
+      fb::Vector specs = entry.vector(2);
+      spend(specs.size());
+      for (size_t s = 0; s < specs.size(); ++s) {
+        fb::Table spec = specs.table(s);
+        fb::Vector value = spec.vector(1, 1);
+        std::string_view key = spec.string(0);
+        check_buffer(buffer_);
+        spend(key.size());
+        d.specs.push_back({std::string(key), {reinterpret_cast<const char*>(value.bytes()), value.size()}});
+      }
+      check_buffer(buffer_);
+      m.delegates.push_back(std::move(d));
+    }
+  }
+
+  std::vector<int32_t> read_indices(const fb::Vector& list, const MethodPlan& m, const char* what) {
+    std::vector<int32_t> out;
+    spend(list.size());
+    out.reserve(list.size());
+    for (size_t i = 0; i < list.size(); ++i) {
+      auto value = list.scalar<int32_t>(i);
+      if (value < 0 || static_cast<size_t>(value) >= m.values.size()) {
+        fail(format("%s %zu: expected a value index below %zu, got %d; the file is damaged, export it again",
+                    what, i, m.values.size(), value));
+      }
+      out.push_back(value);
+    }
+    return out;
+  }
+
+  void read_chains(const fb::Vector& chains, MethodPlan& m) {
+    std::string method = where_;
+    spend(chains.size());
+    for (size_t c = 0; c < chains.size(); ++c) {
+      fb::Vector instructions = chains.table(c).vector(2);
+      check_buffer(buffer_);
+      spend(instructions.size());
+      auto& chain = m.chains.emplace_back();
+      chain.reserve(instructions.size());
+      for (size_t i = 0; i < instructions.size(); ++i) {
+        where_ = method + format(c ? ", chain %zu, instruction %zu" : ", instruction %zu", c ? c : i, i);
+        chain.push_back(read_instruction(instructions.table(i), instructions.size(), m));
+        check_buffer(buffer_);
+      }
+      where_ = method;
+      check_flow(chain, c, m);
+    }
+  }
+
+  Instruction read_instruction(const fb::Table& instruction, size_t count, MethodPlan& m) {
+    auto tag = instruction.scalar<uint8_t>(0);
+    fb::Table body = instruction.table(1);
+    check_buffer(buffer_);
+    if (tag < 1 || tag > 5 || !body.present()) fail(format("expected a kind between 1 and 5, got %u", tag));
+    Instruction out;
+    out.kind = static_cast<InstructionKind>(tag);
+    out.target = body.scalar<int32_t>(0);
+    switch (out.kind) {
+      case InstructionKind::kKernel: {
+        check_index(out.target, m.operators.size(), "operator");
+        const std::string& name = m.operators[static_cast<size_t>(out.target)];
+        where_ += " (kernel " + quoted(name) + ")";
+        out.args = read_indices(body.vector(1, 4), m, "argument");
+        if (std::string wrong = check_arguments(name, out.args, m); !wrong.empty()) fail(wrong);
+        break;
+      }
+      case InstructionKind::kDelegate:
+        check_index(out.target, m.delegates.size(), "delegate");
+        where_ += " (delegate " + quoted(m.delegates[static_cast<size_t>(out.target)].id) + ")";
+        out.args = read_indices(body.vector(1, 4), m, "argument");
+        break;
+      case InstructionKind::kMove:
+        out.destination = body.scalar<int32_t>(1);
+        check_index(out.target, m.values.size(), "move from");
+        check_index(out.destination, m.values.size(), "move to");
+        break;
+      case InstructionKind::kJumpFalse: {
+        out.destination = body.scalar<int32_t>(1);
+        check_index(out.target, m.values.size(), "condition");
+        check_index(out.destination, count, "jump target");
+        const ValuePlan& condition = m.values[static_cast<size_t>(out.target)];
+        const TensorPlan* tensor = m.tensor_of(out.target);
+        if (condition.kind != ValueKind::kBool && !(tensor != nullptr && tensor->dtype == DType::kBool)) {
+          fail(format("condition: expected a bool or a bool tensor, got value %d, %s", out.target,
+                      kind_name(condition.kind)));
+        }
+        break;
+      }
+      case InstructionKind::kFree:
+        check_index(out.target, m.values.size(), "freed value");
+        if (m.tensor_of(out.target) == nullptr) {
+          fail(format("freed value: expected a tensor, got value %d, %s", out.target,
+                      kind_name(m.values[static_cast<size_t>(out.target)].kind)));
+        }
+        break;
+    }
+    return out;
+  }
+
+  // What no single instruction shows: moves that change a value's kind, loops that nothing can end, values
+  // used after they were freed.
+  void check_flow(const std::vector<Instruction>& chain, size_t index, MethodPlan& m) {
+    std::unordered_set<int32_t> freed;
+    for (size_t i = 0; i < chain.size(); ++i) {
+      const Instruction& in = chain[i];
+      auto at = [&] { return format("chain %zu, instruction %zu: ", index, i); };
+      auto used = [&](int32_t value) {
+        if (freed.count(value) != 0) fail(at() + format("expected a live value, got value %d, which was freed", value));
+      };
+      for (int32_t value : in.args) used(value);
+      if (in.kind == InstructionKind::kMove) {
+        ValueKind from = m.values[static_cast<size_t>(in.target)].kind;
+        ValueKind to = m.values[static_cast<size_t>(in.destination)].kind;
+        used(in.target);
+        if (from != to) {
+          fail(at() + format("expected a move between values of one kind, got %s to %s", kind_name(from), kind_name(to)));
+        }
+      }
+      if (in.kind == InstructionKind::kFree) {
+        used(in.target);
+        freed.insert(in.target);
+      }
+      if (in.kind == InstructionKind::kJumpFalse && static_cast<size_t>(in.destination) <= i) {
+        m.loops = true;
+        bool written = false;
+        for (size_t j = static_cast<size_t>(in.destination); j < i; ++j) {
+          const auto& body = chain[j];
+          written |= std::find(body.args.begin(), body.args.end(), in.target) != body.args.end() ||
+                     (body.kind == InstructionKind::kMove && body.destination == in.target);
+        }
+        if (!written) {
+          fail(at() + format("expected a loop that writes its own condition, got one that leaves value %d as it is "
+                             "and would never end",
+                             in.target));
+        }
+      }
+    }
+    if (!freed.empty() && m.loops) fail("expected no value freed in a method with loops; export it again");
+    for (int32_t value : m.outputs) {
+      if (freed.count(value) != 0) fail(format("expected live outputs, got value %d, which was freed", value));
+    }
+  }
+
+  // A tensor without memory of its own must get some before a kernel or a delegate touches it: from the
+  // caller (inputs and outputs), or from an instruction that makes it a view of another.
+  void check_unplanned(const MethodPlan& m) {
+    std::vector<char> has_memory(m.values.size(), 1);
+    for (size_t i = 0; i < m.values.size(); ++i) {
+      const TensorPlan* t = m.tensor_of(static_cast<int32_t>(i));
+      if (t != nullptr && t->storage == Storage::kNone && t->nbytes != 0) has_memory[i] = 0;
+    }
+    for (int32_t i : m.inputs) has_memory[static_cast<size_t>(i)] = 1;
+    for (int32_t i : m.outputs) has_memory[static_cast<size_t>(i)] = 1;
+    for (const auto& chain : m.chains) {
+      for (size_t i = 0; i < chain.size(); ++i) {
+        const Instruction& in = chain[i];
+        if (in.kind == InstructionKind::kMove) {
+          if (has_memory[static_cast<size_t>(in.target)] != 0) has_memory[static_cast<size_t>(in.destination)] = 1;
+          continue;
+        }
+        bool view = in.kind == InstructionKind::kKernel &&
+                    m.operators[static_cast<size_t>(in.target)] == "executorch_prim::et_view.default";
+        for (size_t a = 0; a < in.args.size(); ++a) {
+          auto value = static_cast<size_t>(in.args[a]);
+          if (has_memory[value] == 0 && view && a + 1 == in.args.size()) has_memory[value] = 1;
+          check_has_memory(m, in.args[a], has_memory, i, a);
+        }
+      }
+    }
+  }
+  void check_has_memory(const MethodPlan& m, int32_t value, const std::vector<char>& has_memory, size_t i,
+                        size_t a) const {
+    const ValuePlan& v = m.values[static_cast<size_t>(value)];
+    if (v.kind == ValueKind::kTensorList || v.kind == ValueKind::kOptionalTensorList) {
+      for (int32_t item : v.items) {
+        if (item >= 0) check_has_memory(m, item, has_memory, i, a);
+      }
+    } else if (has_memory[static_cast<size_t>(value)] == 0) {
+      fail(format("instruction %zu, argument %zu: expected a tensor with memory, got value %d, which is neither "
+                  "planned, constant, external, an input nor an output; export it with bounds for every dynamic shape",
+                  i, a, value));
+    }
+  }
+
+  fb::Buffer buffer_;
+  std::vector<std::string_view> segments_;
+  fb::Vector constants_, delegate_data_, mutable_segments_;
+  fb::Table constant_segment_;
+};
+
+class DataFileReader : FileReader {
+ public:
+  explicit DataFileReader(const FileView& file) : FileReader(file), buffer_(nullptr, 0) {}
+
+  std::vector<DataEntry> read() {
+    if (!has_magic(4, "FT01") || !has_magic(8, "FH01")) {
+      fail("expected an ExecuTorch data file ('FT01' at byte 4, 'FH01' at byte 8), got " + magic_text(4) +
+           " and " + magic_text(8));
+    }
+    if (file_.size < 48) fail(format("expected a header of 40 bytes, got a file of %zu", file_.size));
+    if (auto length = raw<uint32_t>(12); length != 40) fail(format("expected a header of 40 bytes, got %u", length));
+    Header h{raw<uint64_t>(16), raw<uint64_t>(24), raw<uint64_t>(32), raw<uint64_t>(40)};
+    check_header(h);
+    buffer_ = fb::Buffer(file_.data + h.tables_offset, h.tables_size);
+    budget_ = 8 * h.tables_size + 64;
+    fb::Table root(&buffer_, buffer_.follow(0));
+    check_buffer(buffer_);
+    if (auto version = root.scalar<uint32_t>(0); version != 0) {
+      fail(format("expected version 0, got %u; export it with ExecuTorch 1.5", version));
+    }
+    auto segments = read_segments(buffer_, root.vector(1), h);
+    fb::Vector list = root.vector(2);
+    check_buffer(buffer_);
+    spend(list.size());
+    std::vector<DataEntry> out;
+    for (size_t i = 0; i < list.size(); ++i) out.push_back(read_entry(list.table(i), i, segments));
+    where_.clear();
+    std::unordered_set<std::string_view> keys;
+    for (const DataEntry& e : out) {
+      if (!keys.insert(e.key).second) fail("expected different keys, got " + quoted(e.key) + " twice");
+    }
+    return out;
+  }
+
+ private:
+  DataEntry read_entry(const fb::Table& entry, size_t i, const std::vector<std::string_view>& segments) {
+    DataEntry out;
+    out.key = entry.string(0);
+    spend(out.key.size());
+    where_ = format(", entry %zu ", i) + quoted(out.key);
+    auto segment = entry.scalar<uint32_t>(1);
+    fb::Table layout = entry.table(2);
+    check_buffer(buffer_);
+    if (out.key.empty()) fail("expected a key, got none");
+    if (segment >= segments.size()) {
+      fail(format("expected a segment index below %zu, got %u", segments.size(), segment));
+    }
+    out.bytes = segments[segment];
+    if (layout.present()) {
+      out.is_tensor = true;
+      out.dtype = read_dtype(layout.scalar<int8_t>(0));
+      uint64_t nbytes = read_shape(layout.vector(1, 4), layout.vector(2, 1), out.dtype, out.sizes, out.dim_order);
+      check_buffer(buffer_);
+      if (nbytes > out.bytes.size()) {
+        fail(format("expected %" PRIu64 " bytes for its shape, got a segment of %zu; the file is damaged", nbytes,
+                    out.bytes.size()));
+      }
+    }
+    return out;
+  }
+
+  fb::Buffer buffer_;
+};
+
+template <class T, class F>
+Result<T> guarded(const FileView& file, F&& read) {
+  try {
+    return read();
+  } catch (Malformed& e) {
+    return Status(e.code, std::move(e.message));
+  } catch (const std::bad_alloc&) {
+    return Status(ErrorCode::kProgram, file.name + ": expected a program that fits into memory, got one that does not");
+  }
+}
+
+}  // namespace
+
+Result<ProgramPlan> read_program(const FileView& file) {
+  return guarded<ProgramPlan>(file, [&] { return ProgramReader(file).read(); });
+}
+
+Result<std::vector<DataEntry>> read_data_file(const FileView& file) {
+  return guarded<std::vector<DataEntry>>(file, [&] { return DataFileReader(file).read(); });
+}
+
+}  // namespace headrace

@@ -1,0 +1,178 @@
+#include "headrace/program.h"
+
+#include <executorch/extension/data_loader/buffer_data_loader.h>
+
+#include <algorithm>
+
+#include "program/engine.h"
+#include "program/log.h"
+#include "program/method.h"
+
+namespace headrace {
+
+namespace et = executorch::runtime;
+
+ProgramCore::ProgramCore() { ++live_programs(); }
+ProgramCore::~ProgramCore() { --live_programs(); }
+
+namespace {
+
+std::string layout_text(const std::vector<int32_t>& sizes, DType dtype) {
+  std::string out = dtype_name(dtype) + "[";
+  for (size_t i = 0; i < sizes.size(); ++i) out += (i ? ", " : "") + std::to_string(sizes[i]);
+  return out + "]";
+}
+
+// Every tensor that lives in a data file must be there, with the layout that the program was built for.
+Status check_external_data(const ProgramCore& core) {
+  std::string missing, mismatched;
+  for (const MethodPlan& method : core.plan.methods) {
+    for (const ValuePlan& value : method.values) {
+      if (value.tensor < 0) continue;
+      const TensorPlan& t = method.tensors[static_cast<size_t>(value.tensor)];
+      bool external = t.storage == Storage::kExternal;
+      if (!external) continue;
+      const DataEntry* entry = core.data_map.find(t.name);
+      if (entry == nullptr) {
+        missing += (missing.empty() ? "'" : ", '") + t.name + "'";
+      } else if (!entry->is_tensor || entry->dtype != t.dtype || entry->sizes != t.sizes ||
+                 entry->dim_order != t.dim_order) {
+        mismatched += (mismatched.empty() ? "'" : "; '") + t.name + "': expected " + layout_text(t.sizes, t.dtype) +
+                      ", got " + (entry->is_tensor ? layout_text(entry->sizes, entry->dtype) : "bytes without a shape");
+      }
+    }
+  }
+  const std::string& name = core.file->name();
+  if (!missing.empty()) {
+    return Status(ErrorCode::kProgram, name + ": expected data files with the keys " + missing + ", got " +
+                                           std::to_string(core.data.size()) +
+                                           " files without them; pass the .ptd files that were exported with it as data=");
+  }
+  if (!mismatched.empty()) {
+    return Status(ErrorCode::kProgram, name + ": the data files are of another program: " + mismatched);
+  }
+  return {};
+}
+
+Status check_delegates_and_kernels(const ProgramCore& core, const LoadOptions& options) {
+  const std::string& name = core.file->name();
+  for (const MethodPlan& method : core.plan.methods) {
+    std::string where = name + ", method '" + method.name + "'";
+    for (const DelegatePlan& d : method.delegates) {
+      if (!options.allow_native_code && payload_is_code(d.id)) {
+        Status status(ErrorCode::kDelegateUnavailable,
+                      where + ": expected no native code (allow_native_code=False), got a payload for '" + d.id +
+                          "', which runs as code in this process; load it only if you trust where it comes from");
+        status.delegate = d.id;
+        return status;
+      }
+      if (Status status = check_delegate(d.id, where); !status.ok()) return status;
+    }
+    std::string missing;
+    for (const std::string& op : method.operators) {
+      if (!kernel_registered(op)) missing += (missing.empty() ? "'" : ", '") + op + "'";
+    }
+    if (!missing.empty()) {
+      Status status(ErrorCode::kDelegateUnavailable,
+                    where + ": expected kernels for " + missing +
+                        ", got none; load the library that holds them, or let a delegate take these operators");
+      status.method = method.name;
+      return status;
+    }
+  }
+  for (const auto& [delegate, entries] : options.options) {
+    bool used = std::any_of(core.plan.methods.begin(), core.plan.methods.end(), [&](const MethodPlan& m) {
+      return std::any_of(m.delegates.begin(), m.delegates.end(), [&](const DelegatePlan& d) { return d.id == delegate; });
+    });
+    if (!used) {
+      return Status(ErrorCode::kOption, name + ", options: expected names of delegates that the program uses, got '" +
+                                            delegate + "'");
+    }
+    for (const auto& [key, value] : entries) {
+      const auto* text = std::get_if<std::string>(&value);
+      if (key.empty() || key.size() > 63 || (text != nullptr && text->size() > 255)) {
+        return Status(ErrorCode::kOption, name + ", options of '" + delegate +
+                                              "': expected a key of 1 to 63 bytes and a text of at most 255, got '" + key + "'");
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file, LoadOptions options) {
+  if (options.instances < 1 || options.instances > 1024) {
+    return Status(ErrorCode::kOption, "instances: expected a count between 1 and 1024, got " + std::to_string(options.instances));
+  }
+  auto core = std::make_shared<ProgramCore>();
+  core->file = std::move(file);
+  core->data = options.data;
+  core->options = options.options;
+
+  core->loader = std::make_unique<executorch::extension::BufferDataLoader>(core->file->data(), core->file->size());
+  auto plan = read_program({core->file->data(), core->file->size(), core->file->name()});
+  if (!plan.ok()) return plan.status();
+  core->plan = std::move(*plan);
+  {
+    LogScope log;
+    auto program = et::Program::load(core->loader.get(), et::Program::Verification::InternalConsistency);
+    if (!program.ok()) {
+      Status status(ErrorCode::kProgram, core->file->name() + ": expected a program that is consistent in itself, got " +
+                                             et::to_string(program.error()) + "; the file is damaged, export it again");
+      status.log = log.take();
+      return status;
+    }
+    core->program.emplace(std::move(*program));
+  }
+  for (const auto& data : core->data) {
+    auto entries = read_data_file({data->data(), data->size(), data->name()});
+    if (!entries.ok()) return entries.status();
+    if (Status status = core->data_map.add(data->name(), std::move(*entries)); !status.ok()) return status;
+  }
+  if (Status status = check_external_data(*core); !status.ok()) return status;
+  if (Status status = check_delegates_and_kernels(*core, options); !status.ok()) return status;
+
+  std::shared_ptr<Program> self(new Program());
+  self->core_ = core;
+  for (const MethodPlan& method : core->plan.methods) {
+    auto pool = MethodPool::load(core, method, options.instances);
+    if (!pool.ok()) return pool.status();
+    self->pools_.push_back(std::move(*pool));
+  }
+  return self;
+}
+
+Program::~Program() = default;
+
+std::vector<std::string> Program::method_names() const {
+  std::vector<std::string> names;
+  for (const auto& pool : pools_) names.push_back(pool->name());
+  return names;
+}
+
+std::shared_ptr<Method> Program::method(const std::string& name) const {
+  for (const auto& pool : pools_) {
+    if (pool->name() == name) return std::make_shared<Method>(pool);
+  }
+  return nullptr;
+}
+
+std::vector<MemoryUse> Program::memory() const {
+  std::vector<MemoryUse> out;
+  if (core_ == nullptr) return out;
+  out.push_back({"program", "", -1, {}, core_->file->size()});
+  for (const auto& data : core_->data) out.push_back({"data", "", -1, {}, data->size()});
+  for (const auto& pool : pools_) pool->memory(out);
+  return out;
+}
+
+Status Program::close() {
+  for (const auto& pool : pools_) {
+    if (Status status = pool->close(); !status.ok()) return status;
+  }
+  core_.reset();
+  return {};
+}
+
+}  // namespace headrace

@@ -1,0 +1,188 @@
+// The extension `headrace._core`: bindings convert and forward, nothing else.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "headrace/program.h"
+#include "python/arrays.h"
+
+namespace headrace {
+namespace {
+
+std::shared_ptr<const Bytes> bytes_of(nb::handle source, const char* what) {
+  if (PyObject_CheckBuffer(source.ptr())) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(source.ptr(), &view, PyBUF_C_CONTIGUOUS) < 0) nb::raise_python_error();
+    auto copied = Bytes::copy(view.buf, static_cast<size_t>(view.len), what);
+    PyBuffer_Release(&view);
+    check(copied.status());
+    return *copied;
+  }
+  nb::object path = nb::steal(PyOS_FSPath(source.ptr()));
+  if (!path.is_valid()) nb::raise_python_error();
+  if (PyUnicode_Check(path.ptr())) {
+    path = nb::steal(PyUnicode_EncodeFSDefault(path.ptr()));
+    if (!path.is_valid()) nb::raise_python_error();
+  }
+  std::string text(PyBytes_AS_STRING(path.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(path.ptr())));
+  Result<std::shared_ptr<const Bytes>> file = Status();
+  {
+    nb::gil_scoped_release release;
+    file = Bytes::read(text);
+  }
+  check(file.status());
+  return *file;
+}
+
+std::shared_ptr<Program> load(nb::handle source, nb::sequence data, int instances, bool allow_native_code,
+                              nb::dict options) {
+  LoadOptions load;
+  for (nb::handle d : data) load.data.push_back(bytes_of(d, "data file (bytes)"));
+  load.instances = instances;
+  load.allow_native_code = allow_native_code;
+  for (auto [delegate, entries] : options) {
+    auto& list = load.options[nb::cast<std::string>(delegate)];
+    for (auto [key, value] : nb::cast<nb::dict>(entries)) {
+      auto& slot = list[nb::cast<std::string>(key)];
+      if (PyBool_Check(value.ptr())) {
+        slot = nb::cast<bool>(value);
+      } else if (PyLong_Check(value.ptr())) {
+        slot = nb::cast<int>(value);
+      } else {
+        slot = nb::cast<std::string>(value);
+      }
+    }
+  }
+  auto file = bytes_of(source, "program (bytes)");
+  Result<std::shared_ptr<Program>> program = Status();
+  {
+    nb::gil_scoped_release release;
+    program = Program::load(std::move(file), std::move(load));
+  }
+  check(program.status());
+  return *program;
+}
+
+nb::tuple call(Method& method, nb::tuple inputs, nb::object out, bool strict) {
+  const auto& infos = method.inputs();
+  size_t count = inputs.size();
+  std::vector<Value> values(count), given, outputs;
+  std::vector<nb::object> keep(count);
+  for (size_t i = 0; i < count; ++i) {
+    Value::Kind expected = i < infos.size() ? infos[i].kind : Value::Kind::kTensor;
+    values[i] = to_value(inputs[i], expected, keep[i], method.name(), "input", i);
+  }
+  nb::object out_keep;
+  if (!out.is_none()) {
+    nb::tuple arrays(out);
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      given.push_back(to_value(arrays[i], Value::Kind::kTensor, out_keep, method.name(), "out", i));
+      if (nb::hasattr(arrays[i], "flags") && !nb::cast<bool>(arrays[i].attr("flags").attr("writeable"))) {
+        raise(Status(ErrorCode::kInput, method.name() + ", out " + std::to_string(i) + ": expected an array that can be "
+                                                        "written, got a read-only one"));
+      }
+    }
+  }
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    status = method.run(values, given, CallOptions{strict}, outputs);
+  }
+  check(status);
+  nb::object result = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(outputs.size())));
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    bool callers = i < given.size() && given[i].kind != Value::Kind::kNone;
+    nb::object item = callers ? nb::object(out[i]) : from_value(outputs[i]);
+    PyTuple_SET_ITEM(result.ptr(), static_cast<Py_ssize_t>(i), item.release().ptr());
+  }
+  return nb::borrow<nb::tuple>(result);
+}
+
+nb::dict describe_value(const ValueInfo& info) {
+  static constexpr const char* kKinds[] = {"none", "tensor", "int", "float", "bool", "string"};
+  nb::dict out;
+  out["kind"] = kKinds[static_cast<size_t>(info.kind)];
+  out["name"] = info.name;
+  if (info.kind == Value::Kind::kTensor) {
+    out["dtype"] = dtype_name(info.dtype);
+    out["shape"] = nb::tuple(nb::cast(info.shape));
+    out["dynamic"] = info.dynamic;
+    out["device"] = device_name(info.device);
+    out["planned"] = info.planned;
+  }
+  return out;
+}
+
+nb::list describe_all(const std::vector<ValueInfo>& infos) {
+  nb::list out;
+  for (const auto& info : infos) out.append(describe_value(info));
+  return out;
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  // Programs held in globals outlive the interpreter's own tables; that is no leak.
+  nb::set_leak_warnings(false);
+  import_numpy();
+
+  m.def("initialize", [] { check(initialize()); });
+  m.def("delegates", &registered_delegates);
+  m.def("kernels", &registered_kernels);
+  m.def("num_threads", &num_threads);
+  m.def("set_num_threads", [](int count) { check(set_num_threads(count)); });
+
+  bind_buffer(m);
+
+  nb::class_<Method>(m, "Method")
+      .def_prop_ro("name", &Method::name)
+      .def("inputs", [](const Method& self) { return describe_all(self.inputs()); })
+      .def("outputs", [](const Method& self) { return describe_all(self.outputs()); })
+      .def("islands",
+           [](const Method& self) {
+             nb::list out;
+             for (const IslandInfo& i : self.islands()) {
+               out.append(nb::make_tuple(i.index, i.delegate, i.payload_nbytes, i.num_args));
+             }
+             return out;
+           })
+      .def("stats",
+           [](const Method& self) {
+             CallStats s = self.stats();
+             nb::dict out;
+             out["calls"] = s.calls;
+             out["bytes_to_device"] = s.bytes_to_device;
+             out["bytes_to_host"] = s.bytes_to_host;
+             out["synchronizations"] = s.synchronizations;
+             out["driver_allocations"] = s.driver_allocations;
+             out["driver_frees"] = s.driver_frees;
+             out["repacked_bytes"] = s.repacked_bytes;
+             return out;
+           })
+      .def("call", &call, nb::arg("inputs"), nb::arg("out").none(), nb::arg("strict"));
+
+  nb::class_<Program>(m, "Program")
+      .def_static("load", &load, nb::arg("source"), nb::arg("data"), nb::arg("instances"), nb::arg("allow_native_code"),
+                  nb::arg("options"))
+      .def("method_names", &Program::method_names)
+      .def("method", &Program::method)
+      .def("memory",
+           [](const Program& self) {
+             nb::list out;
+             for (const MemoryUse& use : self.memory()) {
+               out.append(nb::make_tuple(use.what, use.method, use.instance, device_name(use.device), use.nbytes));
+             }
+             return out;
+           })
+      .def("close", [](Program& self) {
+        Status status;
+        {
+          nb::gil_scoped_release release;
+          status = self.close();
+        }
+        check(status);
+      });
+}
+
+}  // namespace headrace

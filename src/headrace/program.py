@@ -1,0 +1,265 @@
+"""Load a program, run its methods.
+
+    program = headrace.load("model.pte")
+    (y,) = program["forward"](x)
+
+A method takes and returns host arrays: in, anything that is a NumPy array or speaks DLPack or the array
+interface; out, NumPy arrays (a `Buffer` where NumPy has no such dtype, as for bfloat16).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from .engine import core
+from .errors import OptionError, ProgramError
+
+__all__ = ["Island", "Memory", "MemoryUse", "Method", "Program", "Stats", "ValueInfo", "load"]
+
+OptionValue = bool | int | str
+
+
+@dataclass(frozen=True)
+class ValueInfo:
+    """What a method takes or returns at one position.
+
+    ``kind`` is ``"tensor"``, ``"int"``, ``"float"``, ``"bool"``, ``"string"`` or ``"none"``. For a tensor
+    ``shape`` holds the sizes, upper bounds where they are dynamic, and ``bounds`` a (least, greatest) pair
+    for each dimension; the file does not record the least, so it is 0. ``planned`` says that the method
+    owns memory for the value: the caller's array is copied, not aliased.
+    """
+
+    kind: str
+    name: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    bounds: tuple[tuple[int, int], ...] = ()
+    device: str = "cpu"
+    planned: bool = False
+
+
+@dataclass(frozen=True)
+class Island:
+    """One delegate call: its position in the instruction list, the delegate's name, the payload's size."""
+
+    index: int
+    delegate: str
+    payload_nbytes: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counts over all calls of a method so far. ``repacked_bytes`` are host inputs whose memory layout was
+    not the program's and had to be rewritten."""
+
+    calls: int
+    bytes_to_device: int
+    bytes_to_host: int
+    synchronizations: int
+    driver_allocations: int
+    driver_frees: int
+    repacked_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """One item of a program's memory: ``what`` is ``"program"``, ``"data"``, ``"planned"`` (one entry for
+    each planned buffer and instance) or ``"outputs"``."""
+
+    what: str
+    method: str
+    instance: int | None
+    device: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a program holds, item by item. Delegates' own memory is not known to the engine."""
+
+    uses: tuple[MemoryUse, ...]
+
+    def nbytes(self, device: str | None = None) -> int:
+        """Bytes in all, or on one device."""
+        return sum(u.nbytes for u in self.uses if device is None or u.device == device)
+
+
+def _value_info(raw: Mapping[str, Any]) -> ValueInfo:
+    if raw["kind"] != "tensor":
+        return ValueInfo(raw["kind"], raw["name"])
+    shape = raw["shape"]
+    bounds = tuple((0 if raw["dynamic"] else n, n) for n in shape)
+    return ValueInfo("tensor", raw["name"], raw["dtype"], shape, bounds, raw["device"], raw["planned"])
+
+
+class Method:
+    """One entry point of a program. Get it from `Program`; it keeps what it needs alive.
+
+    Calls from any thread are safe. They run one after the other, since they share the method's planned
+    memory, unless the program was loaded with more ``instances``.
+    """
+
+    __slots__ = ("_call", "_native")
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self._call = native.call
+
+    def __call__(self, *inputs: Any, out: Sequence[Any] | None = None, strict: bool = False) -> tuple[Any, ...]:
+        """Run the method once and return its outputs as a tuple.
+
+        Args:
+            inputs: one argument for each of `inputs`. Arrays are borrowed until the call returns: read in
+                place where the plan leaves them unplanned and their layout is the program's, else copied.
+            out: one array (or None) for each output to write to, of the output's dtype and shape.
+            strict: raise InputError where an input would have to be staged to another device.
+
+        Returns:
+            One item for each output. Arrays stay right after later calls; their memory goes back to the
+            method when they are dropped.
+
+        Raises:
+            InputError: an argument does not fit; nothing was run.
+            DelegateError: a delegate or kernel failed.
+            ProgramError: the program was closed.
+        """
+        outputs: tuple[Any, ...] = self._call(inputs, out, strict)
+        return outputs
+
+    @property
+    def name(self) -> str:
+        """The method's name, such as ``"forward"``."""
+        return str(self._native.name)
+
+    @property
+    def inputs(self) -> tuple[ValueInfo, ...]:
+        """What the method takes, by position."""
+        return tuple(_value_info(v) for v in self._native.inputs())
+
+    @property
+    def outputs(self) -> tuple[ValueInfo, ...]:
+        """What the method returns, by position."""
+        return tuple(_value_info(v) for v in self._native.outputs())
+
+    @property
+    def islands(self) -> tuple[Island, ...]:
+        """The method's delegate calls, in the order of its instructions."""
+        return tuple(Island(index, name, nbytes) for index, name, nbytes, _ in self._native.islands())
+
+    @property
+    def stats(self) -> Stats:
+        """Counts over all calls so far, by all threads."""
+        return Stats(**self._native.stats())
+
+    def __repr__(self) -> str:
+        return f"<headrace.Method {self.name!r}: {len(self.inputs)} inputs, {len(self.outputs)} outputs>"
+
+
+class Program(Mapping[str, Method]):
+    """A loaded program: a mapping from method names to `Method`, and a context manager that closes it."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+        self._methods = {name: Method(native.method(name)) for name in native.method_names()}
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The names of the methods, in the order of the file."""
+        return tuple(self._methods)
+
+    def __getitem__(self, name: str) -> Method:
+        try:
+            return self._methods[name]
+        except KeyError:
+            raise KeyError(f"expected one of the methods {', '.join(self._methods)}, got {name!r}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._methods)
+
+    def __len__(self) -> int:
+        return len(self._methods)
+
+    def memory(self) -> Memory:
+        """What the program holds now, in bytes, by what and where."""
+        return Memory(
+            tuple(
+                MemoryUse(what, method, None if instance < 0 else instance, device, nbytes)
+                for what, method, instance, device, nbytes in self._native.memory()
+            )
+        )
+
+    def close(self) -> None:
+        """Wait for running calls and give the program's memory back. Later calls raise ProgramError.
+
+        Outputs that are still held stay right. Closing twice is fine.
+        """
+        self._native.close()
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<headrace.Program: {', '.join(self._methods)}>"
+
+
+Source = str | os.PathLike[str] | bytes | bytearray | memoryview
+
+
+def load(
+    source: Source,
+    *,
+    data: Source | Sequence[Source] = (),
+    options: Mapping[str, Mapping[str, OptionValue]] | None = None,
+    instances: int = 1,
+    allow_native_code: bool = True,
+) -> Program:
+    """Load an ExecuTorch program (``.pte``) and all its methods.
+
+    The file is read into memory of our own: it may be replaced, truncated or deleted afterwards. Its
+    structure is checked before anything in it is used.
+
+    Args:
+        source: a path, or the program's bytes (copied).
+        data: data files (``.ptd``), as paths or bytes, that hold weights which the program names.
+        options: for each delegate, by name, options that it understands.
+        instances: copies of the planned memory and of the delegates' state, for calls that should overlap.
+            Weights in the files are shared.
+        allow_native_code: False refuses programs with delegates whose payload is machine code. Loading
+            such a program runs its code in this process: load it only if you trust where it comes from.
+
+    Raises:
+        ProgramError: not a program, malformed, of an unknown version, or its data files are missing or of
+            another program.
+        DelegateUnavailable: a delegate or kernel that the program needs is not there.
+        DelegateError: a delegate refused its payload.
+        OptionError: an option is unknown or out of range.
+        OutOfDeviceMemory: there is no room for the planned memory.
+    """
+    files = [data] if isinstance(data, str | os.PathLike | bytes | bytearray | memoryview) else list(data)
+    if not isinstance(instances, int) or isinstance(instances, bool):
+        raise OptionError(f"instances: expected an int, got {type(instances).__name__}")
+    for delegate, entries in (options or {}).items():
+        if not isinstance(entries, Mapping):
+            raise OptionError(f"options of {delegate!r}: expected a mapping, got {type(entries).__name__}")
+        for key, value in entries.items():
+            if not isinstance(value, bool | int | str):
+                raise OptionError(
+                    f"options of {delegate!r}: expected a bool, int or str for {key!r}, got {type(value).__name__}"
+                )
+            if isinstance(value, int) and not -(2**31) <= value < 2**31:
+                raise OptionError(f"options of {delegate!r}: expected an int of 32 bits for {key!r}, got {value}")
+    if not isinstance(source, str | os.PathLike | bytes | bytearray | memoryview):
+        raise ProgramError(f"expected a path or bytes, got {type(source).__name__}")
+    native = core.Program.load(
+        source, files, instances, allow_native_code, {k: dict(v) for k, v in (options or {}).items()}
+    )
+    return Program(native)
