@@ -708,7 +708,8 @@ class DataFileReader : FileReader {
     if (auto length = raw<uint32_t>(12); length != 40) fail(format("expected a header of 40 bytes, got %u", length));
     Header h{raw<uint64_t>(16), raw<uint64_t>(24), raw<uint64_t>(32), raw<uint64_t>(40)};
     check_header(h);
-    buffer_ = fb::Buffer(file_.data + h.tables_offset, h.tables_size);
+    // Offsets count from the start of the file; the header lies between the root offset and the tables.
+    buffer_ = fb::Buffer(file_.data, h.tables_offset + h.tables_size);
     budget_ = 8 * h.tables_size + 64;
     fb::Table root(&buffer_, buffer_.follow(0));
     check_buffer(buffer_);
