@@ -38,8 +38,8 @@ class Value:
     """One argument or result.
 
     ``kind`` is ``tensor``, ``int``, ``float``, ``bool`` or ``none``. For a tensor ``dtype`` is its name
-    ("float32", "bfloat16", …) and ``data`` an array; NumPy has no bfloat16, so that one comes as its
-    uint16 bit patterns. For the other kinds ``data`` is the Python value.
+    ("float32", "bfloat16", …) and ``data`` an array in the memory layout that PyTorch used; NumPy has no
+    bfloat16, so that one comes as its uint16 bit patterns. For the other kinds ``data`` is the Python value.
     """
 
     kind: str
@@ -69,6 +69,7 @@ class Program:
     ``stateful``: the calls are a sequence on a freshly loaded program, not independent of each other.
     ``delegates``: the names of the delegates that its islands call, in no order.
     ``kernels_missing``: operators that the engine's kernel library does not hold.
+    ``runs``: False for a program that no engine of this version can run, though it loads; see ``note``.
     ``rtol``, ``atol``: how far from eager PyTorch an answer may be.
     ``view``: what the stock exporter's own deserializer says the file holds.
     """
@@ -80,6 +81,7 @@ class Program:
     stateful: bool
     delegates: tuple[str, ...]
     kernels_missing: tuple[str, ...]
+    runs: bool
     rtol: float
     atol: float
     note: str
@@ -105,7 +107,9 @@ def ensure() -> Path:
     there = folder()
     if not (there / "index.json").exists():
         python = os.environ.get("HEADRACE_EXPORT_PYTHON", sys.executable)
-        done = subprocess.run([python, "-m", "tests.programs.export"], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [python, "-m", "tests.programs.export"], cwd=ROOT, capture_output=True, text=True
+        )
         if done.returncode:
             raise RuntimeError(
                 f"tests/programs: expected an export in {there}, got exit status {done.returncode} from "
@@ -131,7 +135,12 @@ def read_calls(path: Path) -> tuple[Call, ...]:
 
         def value(key: str, entry: dict[str, Any]) -> Value:
             if entry["kind"] == "tensor":
-                return Value("tensor", entry["dtype"], archive[key])
+                # The archive keeps the numbers; the memory layout is put back here.
+                order = entry["dim_order"]
+                array = np.ascontiguousarray(archive[key].transpose(order)).reshape(
+                    [archive[key].shape[d] for d in order]
+                )
+                return Value("tensor", entry["dtype"], array.transpose(np.argsort(order)))
             return Value(entry["kind"], None, entry["value"])
 
         return tuple(
@@ -157,6 +166,7 @@ def load(name: str) -> Program:
         stateful=entry["stateful"],
         delegates=tuple(entry["delegates"]),
         kernels_missing=tuple(entry["kernels_missing"]),
+        runs=entry["runs"],
         rtol=entry["rtol"],
         atol=entry["atol"],
         note=entry["note"],

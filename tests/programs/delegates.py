@@ -55,7 +55,9 @@ def _preprocess(edge_program: Any, compile_specs: list[CompileSpec]) -> Preproce
                 name = LOWERED[node.target]
                 args = [a.name if isinstance(a, torch.fx.Node) else a for a in node.args]
                 if node.kwargs:
-                    raise NotImplementedError(f"{node}: expected no keyword arguments, got {dict(node.kwargs)}")
+                    raise NotImplementedError(
+                        f"{node}: expected no keyword arguments, got {dict(node.kwargs)}"
+                    )
             steps.append({"op": name, "out": node.name, "args": args})
         elif node.op == "output":
             outputs = [a.name for a in node.args[0]]
