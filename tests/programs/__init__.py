@@ -1,0 +1,173 @@
+"""Exported programs and their goldens: the real input of the tests.
+
+``models.py`` defines them, ``export.py`` exports them with the stock exporter and records what eager
+PyTorch answers. Both need torch; this module does not, so the tests that run programs need none::
+
+    python -m tests.programs.export          # once; a minute or two; into build/programs/<hash>
+    program = programs.load("mlp_portable")
+    for call in program.calls: ...           # method, inputs, outputs as the exporter's process saw them
+
+The folder's name is a hash over the sources here and the pinned versions, so a stale export is never
+mistaken for a current one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["PINS", "Call", "Program", "Value", "ensure", "folder", "load", "names"]
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+# What the exported bytes depend on beside the sources; export.py refuses other versions.
+PINS = {"torch": "2.13.0", "executorch": "1.5.1", "torchao": "0.18.0"}
+
+
+@dataclass(frozen=True)
+class Value:
+    """One argument or result.
+
+    ``kind`` is ``tensor``, ``int``, ``float``, ``bool`` or ``none``. For a tensor ``dtype`` is its name
+    ("float32", "bfloat16", …) and ``data`` an array in the memory layout that PyTorch used; NumPy has no
+    bfloat16, so that one comes as its uint16 bit patterns. For the other kinds ``data`` is the Python value.
+    """
+
+    kind: str
+    dtype: str | None
+    data: Any
+
+    def float64(self) -> np.ndarray:
+        """The numbers, for comparing with a tolerance."""
+        if self.dtype == "bfloat16":
+            return (self.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return np.asarray(self.data).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of ``method``: its flat inputs, and the flat outputs that eager PyTorch gave."""
+
+    method: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One exported program.
+
+    ``stateful``: the calls are a sequence on a freshly loaded program, not independent of each other.
+    ``delegates``: the names of the delegates that its islands call, in no order.
+    ``kernels_missing``: operators that the engine's kernel library does not hold.
+    ``runs``: False for a program that no engine of this version can run, though it loads; see ``note``.
+    ``rtol``, ``atol``: how far from eager PyTorch an answer may be.
+    ``view``: what the stock exporter's own deserializer says the file holds.
+    """
+
+    name: str
+    path: Path
+    data: tuple[Path, ...]
+    calls: tuple[Call, ...]
+    stateful: bool
+    delegates: tuple[str, ...]
+    kernels_missing: tuple[str, ...]
+    runs: bool
+    rtol: float
+    atol: float
+    note: str
+
+    @functools.cached_property
+    def view(self) -> dict[str, Any]:
+        return json.loads(self.path.with_suffix(".view.json").read_text())
+
+
+def folder() -> Path:
+    """Where the export of exactly these sources lies, or will lie."""
+    digest = hashlib.sha256(json.dumps(PINS, sort_keys=True).encode())
+    for source in sorted(HERE.glob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return ROOT / "build" / "programs" / digest.hexdigest()[:16]
+
+
+def ensure() -> Path:
+    """The folder, exported first where it is not there yet.
+
+    The exporter runs in a process of its own, by ``HEADRACE_EXPORT_PYTHON`` or this interpreter.
+    """
+    there = folder()
+    if not (there / "index.json").exists():
+        python = os.environ.get("HEADRACE_EXPORT_PYTHON", sys.executable)
+        done = subprocess.run(
+            [python, "-m", "tests.programs.export"], cwd=ROOT, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(
+                f"tests/programs: expected an export in {there}, got exit status {done.returncode} from "
+                f"'{python} -m tests.programs.export'; set HEADRACE_EXPORT_PYTHON to a Python with the "
+                f"'export' dependency group and executorch=={PINS['executorch']}\n{done.stderr[-2000:]}"
+            )
+    return there
+
+
+@functools.cache
+def _index() -> dict[str, Any]:
+    return json.loads((ensure() / "index.json").read_text())
+
+
+def names() -> list[str]:
+    """Every exported program."""
+    return list(_index())
+
+
+def read_calls(path: Path) -> tuple[Call, ...]:
+    """The calls that a golden ``.npz`` records."""
+    with np.load(path) as archive:
+
+        def value(key: str, entry: dict[str, Any]) -> Value:
+            if entry["kind"] == "tensor":
+                # The archive keeps the numbers; the memory layout is put back here.
+                order = entry["dim_order"]
+                array = np.ascontiguousarray(archive[key].transpose(order)).reshape(
+                    [archive[key].shape[d] for d in order]
+                )
+                return Value("tensor", entry["dtype"], array.transpose(np.argsort(order)))
+            return Value(entry["kind"], None, entry["value"])
+
+        return tuple(
+            Call(
+                method=call["method"],
+                inputs=tuple(value(f"{i}/in/{k}", v) for k, v in enumerate(call["inputs"])),
+                outputs=tuple(value(f"{i}/out/{k}", v) for k, v in enumerate(call["outputs"])),
+            )
+            for i, call in enumerate(json.loads(str(archive["calls"])))
+        )
+
+
+@functools.cache
+def load(name: str) -> Program:
+    """The exported program called ``name``."""
+    entry = _index()[name]
+    there = folder()
+    return Program(
+        name=name,
+        path=there / f"{name}.pte",
+        data=tuple(there / file for file in entry["data"]),
+        calls=read_calls(there / f"{name}.npz"),
+        stateful=entry["stateful"],
+        delegates=tuple(entry["delegates"]),
+        kernels_missing=tuple(entry["kernels_missing"]),
+        runs=entry["runs"],
+        rtol=entry["rtol"],
+        atol=entry["atol"],
+        note=entry["note"],
+    )
