@@ -44,12 +44,17 @@ def download(folder: Path) -> Path:
     python_version, implementation, platform = TAG
     pinned = folder / "engine.txt"
     pinned.write_text(f"executorch=={VERSION} --hash=sha256:{SHA256}\n")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        + ["--python-version", python_version, "--implementation", implementation, "--platform", platform]
-        + ["--require-hashes", "--dest", str(folder), "--requirement", str(pinned)],
-        check=True,
-    )
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += [
+        "--python-version",
+        python_version,
+        "--implementation",
+        implementation,
+        "--platform",
+        platform,
+    ]
+    command += ["--require-hashes", "--dest", str(folder), "--requirement", str(pinned)]
+    subprocess.run(command, check=True)
     (wheel,) = folder.glob("executorch-*.whl")
     return wheel
 
@@ -90,7 +95,12 @@ def lay_out(wheel: Path, out: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         with zipfile.ZipFile(wheel) as archive:
-            wanted = ("executorch/include/", "executorch/version.py", "executorch/data/bin/flatc", *(f"{d}/" for d in SCHEMAS.values()))
+            wanted = (
+                "executorch/include/",
+                "executorch/version.py",
+                "executorch/data/bin/flatc",
+                *(f"{d}/" for d in SCHEMAS.values()),
+            )
             for name in archive.namelist():
                 if name.startswith(wanted) or name.startswith("executorch/lib/libexecutorch"):
                     archive.extract(name, root)
@@ -111,11 +121,8 @@ def lay_out(wheel: Path, out: Path) -> None:
         flatc.chmod(0o755)
         (out / "schema").mkdir(exist_ok=True)
         for name, folder in SCHEMAS.items():
-            subprocess.run(
-                [str(flatc), "--python", "--gen-onefile", "--gen-all", "-o", str(root / name)]
-                + [str(root / folder / f"{name}.fbs")],
-                check=True,
-            )
+            command = [str(flatc), "--python", "--gen-onefile", "--gen-all", "-o", str(root / name)]
+            subprocess.run([*command, str(root / folder / f"{name}.fbs")], check=True)
             (generated,) = (root / name).glob("*_generated.py")
             shutil.copy(generated, out / "schema" / f"{name}.py")
         (out / "schema" / "__init__.py").write_text("")

@@ -14,8 +14,8 @@ Result<std::shared_ptr<Bytes>> Bytes::allocate(size_t size, std::string name) {
   // Anonymous pages: aligned for any tensor, and given back to the system as soon as they are dropped.
   void* data = mmap(nullptr, size ? size : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) {
-    return Status(ErrorCode::kOutOfDeviceMemory,
-                  name + ": expected " + std::to_string(size) + " bytes of host memory, got " + std::strerror(errno));
+    return Status(ErrorCode::kOutOfDeviceMemory, name + ": expected " + std::to_string(size) +
+                                                     " bytes of host memory, got " + std::strerror(errno));
   }
   return std::shared_ptr<Bytes>(new Bytes(static_cast<uint8_t*>(data), size, std::move(name)));
 }
@@ -39,9 +39,10 @@ Result<std::shared_ptr<const Bytes>> Bytes::read(const std::string& path) {
     int fd;
     ~Closer() { close(fd); }
   } closer{fd};
-  struct stat st {};
+  struct stat st{};
   if (fstat(fd, &st) != 0) return failed("cannot tell its size");
-  if (!S_ISREG(st.st_mode)) return Status(ErrorCode::kProgram, path + ": expected a regular file, got another kind");
+  if (!S_ISREG(st.st_mode))
+    return Status(ErrorCode::kProgram, path + ": expected a regular file, got another kind");
   auto bytes = allocate(static_cast<size_t>(st.st_size), path);
   if (!bytes.ok()) return bytes.status();
   size_t done = 0;

@@ -26,7 +26,8 @@ class DataMap final : public executorch::runtime::NamedDataMap {
 
   executorch::runtime::Result<const executorch::runtime::TensorLayout> get_tensor_layout(
       std::string_view key) const override;
-  executorch::runtime::Result<executorch::runtime::FreeableBuffer> get_data(std::string_view key) const override;
+  executorch::runtime::Result<executorch::runtime::FreeableBuffer> get_data(
+      std::string_view key) const override;
   executorch::runtime::Error load_data_into(std::string_view key, void* buffer, size_t size) const override;
   executorch::runtime::Result<uint32_t> get_num_keys() const override;
   executorch::runtime::Result<const char*> get_key(uint32_t index) const override;

@@ -58,12 +58,14 @@ Status set_num_threads(int count) {
   }
   std::lock_guard lock(threads_mutex);
   if (int alive = live_programs().load(); alive != 0) {
-    return Status(ErrorCode::kOption, "num_threads: expected no loaded program, got " + std::to_string(alive) +
+    return Status(ErrorCode::kOption, "num_threads: expected no loaded program, got " +
+                                          std::to_string(alive) +
                                           "; set it before the first load, or close them first");
   }
   pool::ThreadPool* threads = pool::get_threadpool();
   if (threads == nullptr || !threads->_unsafe_reset_threadpool(static_cast<uint32_t>(count))) {
-    return Status(ErrorCode::kOption, "num_threads: the engine cannot make " + std::to_string(count) + " threads");
+    return Status(ErrorCode::kOption,
+                  "num_threads: the engine cannot make " + std::to_string(count) + " threads");
   }
   return {};
 }
@@ -98,10 +100,11 @@ Status check_delegate(const std::string& id, const std::string& where) {
   if (backend != nullptr && backend->is_available()) return {};
   std::string have;
   for (const std::string& name : registered_delegates()) have += (have.empty() ? "" : ", ") + name;
-  Status status(ErrorCode::kDelegateUnavailable,
-                where + ": expected the delegate '" + id + "', got " +
-                    (backend ? "one that is not available on this machine" : "these: " + have) +
-                    (backend ? "" : "; load the library or define the class that provides it before the program"));
+  Status status(
+      ErrorCode::kDelegateUnavailable,
+      where + ": expected the delegate '" + id + "', got " +
+          (backend ? "one that is not available on this machine" : "these: " + have) +
+          (backend ? "" : "; load the library or define the class that provides it before the program"));
   status.delegate = id;
   return status;
 }
@@ -128,14 +131,18 @@ int number_after(const std::vector<std::string>& log, const std::string& word) {
 
 ErrorCode code_of(et::Error error) {
   switch (error) {
-    case et::Error::OperatorMissing: return ErrorCode::kDelegateUnavailable;
+    case et::Error::OperatorMissing:
+      return ErrorCode::kDelegateUnavailable;
     case et::Error::InvalidProgram:
     case et::Error::InvalidExternalData:
-    case et::Error::NotFound: return ErrorCode::kProgram;
+    case et::Error::NotFound:
+      return ErrorCode::kProgram;
     case et::Error::MemoryAllocationFailed:
     case et::Error::DelegateMemoryAllocationFailed:
-    case et::Error::OutOfResources: return ErrorCode::kOutOfDeviceMemory;
-    default: return ErrorCode::kDelegate;
+    case et::Error::OutOfResources:
+      return ErrorCode::kOutOfDeviceMemory;
+    default:
+      return ErrorCode::kDelegate;
   }
 }
 

@@ -38,7 +38,8 @@ void copy_strided(const uint8_t* from, uint8_t* to, const TensorView& shape, con
     return;
   }
   for (int64_t i = 0; i < count; ++i) {
-    copy_strided(from + i * from_step, to + i * to_step, shape, from_steps, to_steps, order, level + 1, width);
+    copy_strided(from + i * from_step, to + i * to_step, shape, from_steps, to_steps, order, level + 1,
+                 width);
   }
 }
 
@@ -52,16 +53,16 @@ void repack(const TensorView& view, const uint8_t* dim_order, void* to) {
     step *= view.sizes[dim_order[i]];
   }
   if (step == 0) return;
-  copy_strided(static_cast<const uint8_t*>(view.data), static_cast<uint8_t*>(to), view, view.strides_bytes.data(),
-               steps.data(), dim_order, 0, itemsize(view.dtype));
+  copy_strided(static_cast<const uint8_t*>(view.data), static_cast<uint8_t*>(to), view,
+               view.strides_bytes.data(), steps.data(), dim_order, 0, itemsize(view.dtype));
 }
 
 void unpack(const void* from, const TensorView& dense, const TensorView& to) {
   if (dense.numel() == 0) return;
   std::array<uint8_t, kMaxDims> order;
   for (size_t d = 0; d < kMaxDims; ++d) order[d] = static_cast<uint8_t>(d);
-  copy_strided(static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to.data), dense, dense.strides_bytes.data(),
-               to.strides_bytes.data(), order.data(), 0, itemsize(dense.dtype));
+  copy_strided(static_cast<const uint8_t*>(from), static_cast<uint8_t*>(to.data), dense,
+               dense.strides_bytes.data(), to.strides_bytes.data(), order.data(), 0, itemsize(dense.dtype));
 }
 
 }  // namespace headrace

@@ -36,7 +36,9 @@ ValueInfo describe_value(const MethodPlan& plan, int32_t value) {
       info.kind = Value::Kind::kDouble;
       info.double_value = v.double_value;
       break;
-    case ValueKind::kString: info.kind = Value::Kind::kString; break;
+    case ValueKind::kString:
+      info.kind = Value::Kind::kString;
+      break;
     case ValueKind::kTensor: {
       const TensorPlan& t = *plan.tensor_of(value);
       info.kind = Value::Kind::kTensor;
@@ -48,19 +50,26 @@ ValueInfo describe_value(const MethodPlan& plan, int32_t value) {
       info.planned = t.storage != Storage::kNone;
       break;
     }
-    default: break;
+    default:
+      break;
   }
   return info;
 }
 
 const char* name_of(Value::Kind kind) {
   switch (kind) {
-    case Value::Kind::kNone: return "None";
-    case Value::Kind::kTensor: return "a tensor";
-    case Value::Kind::kInt: return "an int";
-    case Value::Kind::kDouble: return "a float";
-    case Value::Kind::kBool: return "a bool";
-    case Value::Kind::kString: return "a string";
+    case Value::Kind::kNone:
+      return "None";
+    case Value::Kind::kTensor:
+      return "a tensor";
+    case Value::Kind::kInt:
+      return "an int";
+    case Value::Kind::kDouble:
+      return "a float";
+    case Value::Kind::kBool:
+      return "a bool";
+    case Value::Kind::kString:
+      return "a string";
   }
   return "?";
 }
@@ -76,8 +85,9 @@ std::string describe(const ValueInfo& info) {
 }
 
 std::string describe(const Value& value) {
-  return value.kind == Value::Kind::kTensor ? describe(value.tensor) + " on " + device_name(value.tensor.device)
-                                            : name_of(value.kind);
+  return value.kind == Value::Kind::kTensor
+             ? describe(value.tensor) + " on " + device_name(value.tensor.device)
+             : name_of(value.kind);
 }
 
 }  // namespace
@@ -111,7 +121,8 @@ Status Instance::allocate() {
     auto* arena = rounded ? static_cast<uint8_t*>(std::aligned_alloc(64, rounded)) : nullptr;
     if (arena == nullptr) {
       Status status(ErrorCode::kOutOfDeviceMemory,
-                    plan_.name + ", planned buffer " + std::to_string(b) + ": expected " + std::to_string(nbytes) +
+                    plan_.name + ", planned buffer " + std::to_string(b) + ": expected " +
+                        std::to_string(nbytes) +
                         " bytes on cpu, got none; free memory or export with smaller bounds");
       status.device = "cpu";
       return status;
@@ -149,8 +160,9 @@ Result<std::unique_ptr<Instance>> Instance::load(const ProgramCore& core, const 
       list.push_back(option);
     }
     if (map.set_options(delegate.c_str(), {list.data(), list.size()}) != et::Error::Ok) {
-      return Status(ErrorCode::kOption, "options: expected at most 8 delegates with names of at most 63 bytes, got '" +
-                                            delegate + "' beyond that");
+      return Status(ErrorCode::kOption,
+                    "options: expected at most 8 delegates with names of at most 63 bytes, got '" + delegate +
+                        "' beyond that");
     }
   }
 
@@ -180,37 +192,47 @@ Status Instance::bind_input(size_t i, const Value& value, CallStats& stats) {
       const TensorPlan& plan = *plan_.tensor_of(plan_.inputs[i]);
       const TensorView& view = value.tensor;
       TensorSlot& slot = *slots_[i];
-      for (int d = 0; d < view.ndim; ++d) slot.sizes[static_cast<size_t>(d)] = static_cast<int32_t>(view.sizes[static_cast<size_t>(d)]);
+      for (int d = 0; d < view.ndim; ++d)
+        slot.sizes[static_cast<size_t>(d)] = static_cast<int32_t>(view.sizes[static_cast<size_t>(d)]);
       std::copy(plan.dim_order.begin(), plan.dim_order.end(), slot.dim_order.begin());
       dense_strides(view.ndim, slot.sizes.data(), slot.dim_order.data(), slot.strides.data());
       void* data = view.data;
       size_t nbytes = view.nbytes();
-      if (!is_dense(view, slot.strides.data()) || reinterpret_cast<uintptr_t>(data) % itemsize(view.dtype) != 0) {
+      if (!is_dense(view, slot.strides.data()) ||
+          reinterpret_cast<uintptr_t>(data) % itemsize(view.dtype) != 0) {
         if (slot.scratch_capacity < nbytes) {
           slot.scratch.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (nbytes + 63) / 64 * 64)));
           slot.scratch_capacity = slot.scratch ? nbytes : 0;
-          if (!slot.scratch) return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ": no memory to repack an input");
+          if (!slot.scratch)
+            return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ": no memory to repack an input");
         }
         repack(view, slot.dim_order.data(), slot.scratch.get());
         data = slot.scratch.get();
         stats.repacked_bytes += static_cast<int64_t>(nbytes);
       }
-      slot.impl.emplace(static_cast<ScalarType>(view.dtype), view.ndim, slot.sizes.data(), data, slot.dim_order.data(),
-                        slot.strides.data(), et::TensorShapeDynamism::STATIC);
+      slot.impl.emplace(static_cast<ScalarType>(view.dtype), view.ndim, slot.sizes.data(), data,
+                        slot.dim_order.data(), slot.strides.data(), et::TensorShapeDynamism::STATIC);
       bound = et::EValue(Tensor(&*slot.impl));
       break;
     }
-    case Value::Kind::kInt: bound = et::EValue(value.int_value); break;
-    case Value::Kind::kDouble: bound = et::EValue(value.double_value); break;
-    case Value::Kind::kBool: bound = et::EValue(value.bool_value); break;
-    default: break;
+    case Value::Kind::kInt:
+      bound = et::EValue(value.int_value);
+      break;
+    case Value::Kind::kDouble:
+      bound = et::EValue(value.double_value);
+      break;
+    case Value::Kind::kBool:
+      bound = et::EValue(value.bool_value);
+      break;
+    default:
+      break;
   }
   if (plan_.values[static_cast<size_t>(plan_.inputs[i])].kind == ValueKind::kString) return {};
   et::Error error = method_->set_input(bound, i);
   if (error == et::Error::Ok) return {};
   return Status(ErrorCode::kInput, plan_.name + ", input " + std::to_string(i) + ": expected " +
-                                       describe(describe_value(plan_, plan_.inputs[i])) + ", got " + describe(value) +
-                                       "; the engine refuses it: " + et::to_string(error));
+                                       describe(describe_value(plan_, plan_.inputs[i])) + ", got " +
+                                       describe(value) + "; the engine refuses it: " + et::to_string(error));
 }
 
 Status Instance::bind_output(size_t i, const Value* given, Ring& ring, Value& out) {
@@ -227,7 +249,9 @@ Status Instance::bind_output(size_t i, const Value* given, Ring& ring, Value& ou
   }
   if (data == nullptr) {
     out.block = ring.take(plan.nbytes);
-    if (!out.block) return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ": no memory for output " + std::to_string(i));
+    if (!out.block)
+      return Status(ErrorCode::kOutOfDeviceMemory,
+                    plan_.name + ": no memory for output " + std::to_string(i));
     data = out.block->data();
   }
   out.tensor.data = data;
@@ -265,13 +289,16 @@ Status Instance::collect_output(size_t i, const Value* given, Ring& ring, Value&
   }
   size_t nbytes = view.nbytes();
   if (source == nullptr && nbytes != 0) {
-    return Status(ErrorCode::kDelegate, plan_.name + ", output " + std::to_string(i) + ": the engine left it without memory");
+    return Status(ErrorCode::kDelegate,
+                  plan_.name + ", output " + std::to_string(i) + ": the engine left it without memory");
   }
   if (given != nullptr) {
     const TensorView& to = given->tensor;
-    if (!std::equal(view.sizes.begin(), view.sizes.begin() + view.ndim, to.sizes.begin()) || to.ndim != view.ndim) {
-      return Status(ErrorCode::kInput, plan_.name + ", out " + std::to_string(i) + ": expected " + headrace::describe(view) +
-                                           ", got " + headrace::describe(to) + "; give an array of the output's shape");
+    if (!std::equal(view.sizes.begin(), view.sizes.begin() + view.ndim, to.sizes.begin()) ||
+        to.ndim != view.ndim) {
+      return Status(ErrorCode::kInput, plan_.name + ", out " + std::to_string(i) + ": expected " +
+                                           headrace::describe(view) + ", got " + headrace::describe(to) +
+                                           "; give an array of the output's shape");
     }
     if (source != to.data) unpack(source, view, to);
     view = to;
@@ -279,7 +306,8 @@ Status Instance::collect_output(size_t i, const Value* given, Ring& ring, Value&
   }
   if (out.block && source == out.block->data()) return {};
   if (!out.block || out.block->capacity() < nbytes) out.block = ring.take(nbytes);
-  if (!out.block) return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ": no memory for output " + std::to_string(i));
+  if (!out.block)
+    return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ": no memory for output " + std::to_string(i));
   if (nbytes != 0) std::memcpy(out.block->data(), source, nbytes);
   view.data = out.block->data();
   return {};
@@ -290,8 +318,9 @@ Status Instance::collect_output(size_t i, const Value* given, Ring& ring, Value&
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 Status Instance::execute() {
   if (stuck_) {
-    return Status(ErrorCode::kDelegate, plan_.name + ": an earlier call was stopped in the middle of a loop; load the "
-                                                     "program again");
+    return Status(ErrorCode::kDelegate, plan_.name +
+                                            ": an earlier call was stopped in the middle of a loop; load the "
+                                            "program again");
   }
   LogScope log;
   et::Error error = et::Error::Ok;
@@ -350,8 +379,8 @@ MethodPool::MethodPool(std::shared_ptr<ProgramCore> core, const MethodPlan& plan
   }
 }
 
-Result<std::shared_ptr<MethodPool>> MethodPool::load(std::shared_ptr<ProgramCore> core, const MethodPlan& plan,
-                                                     int instances) {
+Result<std::shared_ptr<MethodPool>> MethodPool::load(std::shared_ptr<ProgramCore> core,
+                                                     const MethodPlan& plan, int instances) {
   std::shared_ptr<MethodPool> pool(new MethodPool(std::move(core), plan));
   for (int i = 0; i < instances; ++i) {
     auto instance = Instance::load(*pool->core_, plan);
@@ -384,12 +413,15 @@ Result<size_t> MethodPool::acquire() {
   while (!closed_ && idle_.empty()) {
     // A delegate that calls its own method would wait for itself.
     if (std::find(busy_.begin(), busy_.end(), std::this_thread::get_id()) != busy_.end()) {
-      return Status(ErrorCode::kInput, name_ + ": expected a call from outside, got one from inside a running call "
-                                                    "of the same method; open the program with more instances");
+      return Status(ErrorCode::kInput,
+                    name_ +
+                        ": expected a call from outside, got one from inside a running call "
+                        "of the same method; open the program with more instances");
     }
     changed_.wait(lock);
   }
-  if (closed_) return Status(ErrorCode::kProgram, name_ + ": expected an open program, got one that was closed");
+  if (closed_)
+    return Status(ErrorCode::kProgram, name_ + ": expected an open program, got one that was closed");
   size_t instance = idle_.back();
   idle_.pop_back();
   busy_[instance] = std::this_thread::get_id();
@@ -409,8 +441,8 @@ void MethodPool::release(size_t instance, const CallStats& stats) {
 
 Status MethodPool::check_inputs(std::span<const Value> inputs) const {
   if (inputs.size() != inputs_.size()) {
-    return Status(ErrorCode::kInput, name_ + ": expected " + std::to_string(inputs_.size()) + " inputs, got " +
-                                         std::to_string(inputs.size()));
+    return Status(ErrorCode::kInput, name_ + ": expected " + std::to_string(inputs_.size()) +
+                                         " inputs, got " + std::to_string(inputs.size()));
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     const ValueInfo& want = inputs_[i];
@@ -444,15 +476,15 @@ Status MethodPool::check_inputs(std::span<const Value> inputs) const {
 Status MethodPool::check_out(std::span<const Value> out) const {
   if (out.empty()) return {};
   if (out.size() != outputs_.size()) {
-    return Status(ErrorCode::kInput, name_ + ", out: expected " + std::to_string(outputs_.size()) + " arrays, got " +
-                                         std::to_string(out.size()));
+    return Status(ErrorCode::kInput, name_ + ", out: expected " + std::to_string(outputs_.size()) +
+                                         " arrays, got " + std::to_string(out.size()));
   }
   for (size_t i = 0; i < out.size(); ++i) {
     if (out[i].kind == Value::Kind::kNone) continue;
     const ValueInfo& want = outputs_[i];
     const TensorView& view = out[i].tensor;
-    bool fits = want.kind == Value::Kind::kTensor && out[i].kind == Value::Kind::kTensor && view.dtype == want.dtype &&
-                static_cast<size_t>(view.ndim) == want.shape.size();
+    bool fits = want.kind == Value::Kind::kTensor && out[i].kind == Value::Kind::kTensor &&
+                view.dtype == want.dtype && static_cast<size_t>(view.ndim) == want.shape.size();
     for (size_t d = 0; fits && d < want.shape.size(); ++d) {
       fits = want.dynamic ? view.sizes[d] <= want.shape[d] : view.sizes[d] == want.shape[d];
     }
@@ -483,7 +515,8 @@ Status MethodPool::close() {
   {
     std::unique_lock lock(mutex_);
     if (std::find(busy_.begin(), busy_.end(), std::this_thread::get_id()) != busy_.end()) {
-      return Status(ErrorCode::kInput, name_ + ": expected close() from outside, got it from inside a running call");
+      return Status(ErrorCode::kInput,
+                    name_ + ": expected close() from outside, got it from inside a running call");
     }
     closed_ = true;
     changed_.notify_all();

@@ -46,8 +46,8 @@ class Instance {
   static Result<std::unique_ptr<Instance>> load(const ProgramCore& core, const MethodPlan& plan);
   ~Instance();
 
-  Status run(std::span<const Value> inputs, std::span<const Value> out, Ring& ring, std::vector<Value>& outputs,
-             CallStats& stats);
+  Status run(std::span<const Value> inputs, std::span<const Value> out, Ring& ring,
+             std::vector<Value>& outputs, CallStats& stats);
   const std::vector<BufferPlan>& buffers() const { return plan_.buffers; }
 
  private:
@@ -70,7 +70,8 @@ class Instance {
   std::optional<executorch::runtime::MemoryManager> memory_;
   std::optional<executorch::runtime::Method> method_;
   std::vector<std::unique_ptr<TensorSlot>> slots_;
-  std::vector<char> output_is_caller_memory_;  // unplanned outputs, bound to a block or to `out` for each call
+  std::vector<char>
+      output_is_caller_memory_;  // unplanned outputs, bound to a block or to `out` for each call
   bool stuck_ = false;
 };
 

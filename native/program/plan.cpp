@@ -14,17 +14,28 @@ namespace headrace {
 
 const char* kind_name(ValueKind kind) {
   switch (kind) {
-    case ValueKind::kNone: return "none";
-    case ValueKind::kInt: return "int";
-    case ValueKind::kBool: return "bool";
-    case ValueKind::kDouble: return "float";
-    case ValueKind::kTensor: return "tensor";
-    case ValueKind::kString: return "string";
-    case ValueKind::kIntList: return "list of ints";
-    case ValueKind::kDoubleList: return "list of floats";
-    case ValueKind::kBoolList: return "list of bools";
-    case ValueKind::kTensorList: return "list of tensors";
-    case ValueKind::kOptionalTensorList: return "list of optional tensors";
+    case ValueKind::kNone:
+      return "none";
+    case ValueKind::kInt:
+      return "int";
+    case ValueKind::kBool:
+      return "bool";
+    case ValueKind::kDouble:
+      return "float";
+    case ValueKind::kTensor:
+      return "tensor";
+    case ValueKind::kString:
+      return "string";
+    case ValueKind::kIntList:
+      return "list of ints";
+    case ValueKind::kDoubleList:
+      return "list of floats";
+    case ValueKind::kBoolList:
+      return "list of bools";
+    case ValueKind::kTensorList:
+      return "list of tensors";
+    case ValueKind::kOptionalTensorList:
+      return "list of optional tensors";
   }
   return "unknown kind";
 }
@@ -70,8 +81,9 @@ class FileReader {
   // Elements that the file may still make us read: a sound file holds each of them once.
   void spend(uint64_t elements) {
     if (elements > budget_) {
-      fail("expected vectors that do not share their bytes, got more elements than the file has bytes; "
-           "the file is damaged, export it again");
+      fail(
+          "expected vectors that do not share their bytes, got more elements than the file has bytes; "
+          "the file is damaged, export it again");
     }
     budget_ -= elements;
   }
@@ -128,9 +140,10 @@ class FileReader {
   DType read_dtype(int8_t code) const {
     auto dtype = static_cast<DType>(code);
     if (itemsize(dtype) == 0) {
-      fail(format("dtype: expected a plain integer, float or bool type, got ScalarType %d, which headrace "
-                  "does not carry; cast it in the model",
-                  code));
+      fail(
+          format("dtype: expected a plain integer, float or bool type, got ScalarType %d, which headrace "
+                 "does not carry; cast it in the model",
+                 code));
     }
     return dtype;
   }
@@ -156,12 +169,15 @@ class FileReader {
       auto dim = order.scalar<uint8_t>(d);
       if (size < 0) fail(format("shape: dimension %zu: expected a size of 0 or more, got %d", d, size));
       if (dim >= sizes.size() || ((seen >> dim) & 1u) != 0) {
-        fail(format("dim_order: expected a permutation of 0 to %zu, got %u at %zu", sizes.size() - 1, dim, d));
+        fail(
+            format("dim_order: expected a permutation of 0 to %zu, got %u at %zu", sizes.size() - 1, dim, d));
       }
       seen |= 1u << dim;
       if (size == 0) empty = true;
-      if (size != 0 && __builtin_mul_overflow(nbytes, static_cast<uint64_t>(size), &nbytes)) nbytes = UINT64_MAX;
-      if (nbytes > static_cast<uint64_t>(INT64_MAX)) fail("shape: expected a size that 64 bits can count, got more");
+      if (size != 0 && __builtin_mul_overflow(nbytes, static_cast<uint64_t>(size), &nbytes))
+        nbytes = UINT64_MAX;
+      if (nbytes > static_cast<uint64_t>(INT64_MAX))
+        fail("shape: expected a size that 64 bits can count, got more");
       sizes_out.push_back(size);
       order_out.push_back(dim);
     }
@@ -218,7 +234,8 @@ class ProgramReader : FileReader {
     Header h;
     h.tables_size = file_.size;
     if (!has_magic(8, "eh00")) return h;  // an old file without segments
-    if (file_.size < 40) fail(format("expected a header of at least 32 bytes, got a file of %zu", file_.size));
+    if (file_.size < 40)
+      fail(format("expected a header of at least 32 bytes, got a file of %zu", file_.size));
     auto length = raw<uint32_t>(12);
     if (length < 24) fail(format("expected a header of at least 24 bytes, got one of %u", length));
     h.tables_size = raw<uint64_t>(16);
@@ -272,7 +289,8 @@ class ProgramReader : FileReader {
     spend(sizes.size());
     for (size_t i = 0; i < sizes.size(); ++i) {
       auto nbytes = sizes.scalar<int64_t>(i);
-      if (nbytes < 0) fail(format("planned buffer %zu: expected a size of 0 or more, got %" PRId64, i, nbytes));
+      if (nbytes < 0)
+        fail(format("planned buffer %zu: expected a size of 0 or more, got %" PRId64, i, nbytes));
       m.buffers.push_back({static_cast<uint64_t>(nbytes), {}});
     }
     fb::Vector devices = plan.vector(9);
@@ -281,9 +299,11 @@ class ProgramReader : FileReader {
       fb::Table entry = devices.table(i);
       auto buffer = entry.scalar<int32_t>(0);
       if (buffer < 0 || static_cast<size_t>(buffer) >= m.buffers.size()) {
-        fail(format("device of a planned buffer: expected a buffer index below %zu, got %d", m.buffers.size(), buffer));
+        fail(format("device of a planned buffer: expected a buffer index below %zu, got %d", m.buffers.size(),
+                    buffer));
       }
-      m.buffers[static_cast<size_t>(buffer)].device = read_device(entry.scalar<int8_t>(1), entry.scalar<int8_t>(2));
+      m.buffers[static_cast<size_t>(buffer)].device =
+          read_device(entry.scalar<int8_t>(1), entry.scalar<int8_t>(2));
     }
     check_buffer(buffer_);
   }
@@ -325,13 +345,26 @@ class ProgramReader : FileReader {
     out.kind = static_cast<ValueKind>(tag);
     if (!body.present() && out.kind != ValueKind::kNone) fail("expected a value, got an empty one");
     switch (out.kind) {
-      case ValueKind::kNone: break;
-      case ValueKind::kInt: out.int_value = body.scalar<int64_t>(0); break;
-      case ValueKind::kBool: out.int_value = body.scalar<uint8_t>(0); break;
-      case ValueKind::kDouble: out.double_value = body.scalar<double>(0); break;
-      case ValueKind::kString: spend(body.vector(0, 1).size()); break;
-      case ValueKind::kDoubleList: spend(body.vector(0, 8).size()); break;
-      case ValueKind::kBoolList: spend(body.vector(0, 1).size()); break;
+      case ValueKind::kNone:
+        break;
+      case ValueKind::kInt:
+        out.int_value = body.scalar<int64_t>(0);
+        break;
+      case ValueKind::kBool:
+        out.int_value = body.scalar<uint8_t>(0);
+        break;
+      case ValueKind::kDouble:
+        out.double_value = body.scalar<double>(0);
+        break;
+      case ValueKind::kString:
+        spend(body.vector(0, 1).size());
+        break;
+      case ValueKind::kDoubleList:
+        spend(body.vector(0, 8).size());
+        break;
+      case ValueKind::kBoolList:
+        spend(body.vector(0, 1).size());
+        break;
       case ValueKind::kTensor:
         out.tensor = static_cast<int32_t>(m.tensors.size());
         m.tensors.push_back(read_tensor(body, m));
@@ -359,7 +392,8 @@ class ProgramReader : FileReader {
           check_index(item, index, "an element (before the list)");
           ValueKind kind = m.values[static_cast<size_t>(item)].kind;
           if (kind != ValueKind::kTensor && !(optional && kind == ValueKind::kNone)) {
-            fail(format("expected a list whose elements are tensors, got value %d, %s", item, kind_name(kind)));
+            fail(format("expected a list whose elements are tensors, got value %d, %s", item,
+                        kind_name(kind)));
           }
         }
         break;
@@ -414,8 +448,8 @@ class ProgramReader : FileReader {
 
   void check_allocation(const fb::Table& allocation, const MethodPlan& m, TensorPlan& out) {
     out.memory_id = allocation.scalar<uint32_t>(0);
-    out.memory_offset =
-        allocation.scalar<uint32_t>(1) | static_cast<uint64_t>(allocation.scalar<uint32_t>(2)) << 32;
+    out.memory_offset = allocation.scalar<uint32_t>(1) | static_cast<uint64_t>(allocation.scalar<uint32_t>(2))
+                                                             << 32;
     if (out.memory_id == 0 || out.memory_id >= m.buffers.size()) {
       fail(format("planned memory: expected a buffer between 1 and %zu, got %u",
                   m.buffers.size() ? m.buffers.size() - 1 : 0, out.memory_id));
@@ -445,8 +479,8 @@ class ProgramReader : FileReader {
     auto offset = offsets.scalar<uint64_t>(index);
     uint64_t size = segments_[segment].size();
     if (offset > size || nbytes > size - offset) {
-      fail(format("%s: expected %" PRIu64 " bytes at offset %" PRIu64 ", got a segment of %" PRIu64, what, nbytes,
-                  offset, size));
+      fail(format("%s: expected %" PRIu64 " bytes at offset %" PRIu64 ", got a segment of %" PRIu64, what,
+                  nbytes, offset, size));
     }
   }
 
@@ -457,7 +491,8 @@ class ProgramReader : FileReader {
     }
     check_index(buffer, constants_.size(), "constant data");
     uint64_t size = constants_.table(buffer).vector(0, 1).size();
-    if (t.nbytes > size) fail(format("constant data: expected %" PRIu64 " bytes, got %" PRIu64, t.nbytes, size));
+    if (t.nbytes > size)
+      fail(format("constant data: expected %" PRIu64 " bytes, got %" PRIu64, t.nbytes, size));
   }
 
   void check_initial_state(const fb::Table& extra, uint32_t buffer, const TensorPlan& t) {
@@ -491,7 +526,8 @@ class ProgramReader : FileReader {
       fb::Table processed = entry.table(1);
       check_buffer(buffer_);
       if (d.id.empty()) fail(format("delegate %zu: expected a name, got none", i));
-      if (!processed.present()) fail(format("delegate %zu (%s): expected a payload, got none", i, quoted(d.id).c_str()));
+      if (!processed.present())
+        fail(format("delegate %zu (%s): expected a payload, got none", i, quoted(d.id).c_str()));
       auto location = processed.scalar<int8_t>(0);
       auto index = processed.scalar<uint32_t>(1);
       std::string what = format("payload of delegate %zu (%s)", i, quoted(d.id).c_str());
@@ -584,7 +620,7 @@ class ProgramReader : FileReader {
       case InstructionKind::kJumpFalse: {
         out.destination = body.scalar<int32_t>(1);
         check_index(out.target, m.values.size(), "condition");
-        check_index(out.destination, count, "jump target");
+        check_index(out.destination, count + 1, "jump target");  // one past the last ends the method
         const ValuePlan& condition = m.values[static_cast<size_t>(out.target)];
         const TensorPlan* tensor = m.tensor_of(out.target);
         if (condition.kind != ValueKind::kBool && !(tensor != nullptr && tensor->dtype == DType::kBool)) {
@@ -612,7 +648,8 @@ class ProgramReader : FileReader {
       const Instruction& in = chain[i];
       auto at = [&] { return format("chain %zu, instruction %zu: ", index, i); };
       auto used = [&](int32_t value) {
-        if (freed.count(value) != 0) fail(at() + format("expected a live value, got value %d, which was freed", value));
+        if (freed.count(value) != 0)
+          fail(at() + format("expected a live value, got value %d, which was freed", value));
       };
       for (int32_t value : in.args) used(value);
       if (in.kind == InstructionKind::kMove) {
@@ -620,7 +657,8 @@ class ProgramReader : FileReader {
         ValueKind to = m.values[static_cast<size_t>(in.destination)].kind;
         used(in.target);
         if (from != to) {
-          fail(at() + format("expected a move between values of one kind, got %s to %s", kind_name(from), kind_name(to)));
+          fail(at() + format("expected a move between values of one kind, got %s to %s", kind_name(from),
+                             kind_name(to)));
         }
       }
       if (in.kind == InstructionKind::kFree) {
@@ -636,15 +674,17 @@ class ProgramReader : FileReader {
                      (body.kind == InstructionKind::kMove && body.destination == in.target);
         }
         if (!written) {
-          fail(at() + format("expected a loop that writes its own condition, got one that leaves value %d as it is "
-                             "and would never end",
-                             in.target));
+          fail(at() +
+               format("expected a loop that writes its own condition, got one that leaves value %d as it is "
+                      "and would never end",
+                      in.target));
         }
       }
     }
     if (!freed.empty() && m.loops) fail("expected no value freed in a method with loops; export it again");
     for (int32_t value : m.outputs) {
-      if (freed.count(value) != 0) fail(format("expected live outputs, got value %d, which was freed", value));
+      if (freed.count(value) != 0)
+        fail(format("expected live outputs, got value %d, which was freed", value));
     }
   }
 
@@ -662,7 +702,8 @@ class ProgramReader : FileReader {
       for (size_t i = 0; i < chain.size(); ++i) {
         const Instruction& in = chain[i];
         if (in.kind == InstructionKind::kMove) {
-          if (has_memory[static_cast<size_t>(in.target)] != 0) has_memory[static_cast<size_t>(in.destination)] = 1;
+          if (has_memory[static_cast<size_t>(in.target)] != 0)
+            has_memory[static_cast<size_t>(in.destination)] = 1;
           continue;
         }
         bool view = in.kind == InstructionKind::kKernel &&
@@ -683,9 +724,11 @@ class ProgramReader : FileReader {
         if (item >= 0) check_has_memory(m, item, has_memory, i, a);
       }
     } else if (has_memory[static_cast<size_t>(value)] == 0) {
-      fail(format("instruction %zu, argument %zu: expected a tensor with memory, got value %d, which is neither "
-                  "planned, constant, external, an input nor an output; export it with bounds for every dynamic shape",
-                  i, a, value));
+      fail(format(
+          "instruction %zu, argument %zu: expected a tensor with memory, got value %d, which is neither "
+          "planned, constant, external, an input nor an output; export it with bounds for every dynamic "
+          "shape",
+          i, a, value));
     }
   }
 
@@ -705,7 +748,8 @@ class DataFileReader : FileReader {
            " and " + magic_text(8));
     }
     if (file_.size < 48) fail(format("expected a header of 40 bytes, got a file of %zu", file_.size));
-    if (auto length = raw<uint32_t>(12); length != 40) fail(format("expected a header of 40 bytes, got %u", length));
+    if (auto length = raw<uint32_t>(12); length != 40)
+      fail(format("expected a header of 40 bytes, got %u", length));
     Header h{raw<uint64_t>(16), raw<uint64_t>(24), raw<uint64_t>(32), raw<uint64_t>(40)};
     check_header(h);
     // Offsets count from the start of the file; the header lies between the root offset and the tables.
@@ -747,11 +791,12 @@ class DataFileReader : FileReader {
     if (layout.present()) {
       out.is_tensor = true;
       out.dtype = read_dtype(layout.scalar<int8_t>(0));
-      uint64_t nbytes = read_shape(layout.vector(1, 4), layout.vector(2, 1), out.dtype, out.sizes, out.dim_order);
+      uint64_t nbytes =
+          read_shape(layout.vector(1, 4), layout.vector(2, 1), out.dtype, out.sizes, out.dim_order);
       check_buffer(buffer_);
       if (nbytes > out.bytes.size()) {
-        fail(format("expected %" PRIu64 " bytes for its shape, got a segment of %zu; the file is damaged", nbytes,
-                    out.bytes.size()));
+        fail(format("expected %" PRIu64 " bytes for its shape, got a segment of %zu; the file is damaged",
+                    nbytes, out.bytes.size()));
       }
     }
     return out;
@@ -767,7 +812,8 @@ Result<T> guarded(const FileView& file, F&& read) {
   } catch (Malformed& e) {
     return Status(e.code, std::move(e.message));
   } catch (const std::bad_alloc&) {
-    return Status(ErrorCode::kProgram, file.name + ": expected a program that fits into memory, got one that does not");
+    return Status(ErrorCode::kProgram,
+                  file.name + ": expected a program that fits into memory, got one that does not");
   }
 }
 

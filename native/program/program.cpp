@@ -37,16 +37,18 @@ Status check_external_data(const ProgramCore& core) {
         missing += (missing.empty() ? "'" : ", '") + t.name + "'";
       } else if (!entry->is_tensor || entry->dtype != t.dtype || entry->sizes != t.sizes ||
                  entry->dim_order != t.dim_order) {
-        mismatched += (mismatched.empty() ? "'" : "; '") + t.name + "': expected " + layout_text(t.sizes, t.dtype) +
-                      ", got " + (entry->is_tensor ? layout_text(entry->sizes, entry->dtype) : "bytes without a shape");
+        mismatched += (mismatched.empty() ? "'" : "; '") + t.name + "': expected " +
+                      layout_text(t.sizes, t.dtype) + ", got " +
+                      (entry->is_tensor ? layout_text(entry->sizes, entry->dtype) : "bytes without a shape");
       }
     }
   }
   const std::string& name = core.file->name();
   if (!missing.empty()) {
-    return Status(ErrorCode::kProgram, name + ": expected data files with the keys " + missing + ", got " +
-                                           std::to_string(core.data.size()) +
-                                           " files without them; pass the .ptd files that were exported with it as data=");
+    return Status(ErrorCode::kProgram,
+                  name + ": expected data files with the keys " + missing + ", got " +
+                      std::to_string(core.data.size()) +
+                      " files without them; pass the .ptd files that were exported with it as data=");
   }
   if (!mismatched.empty()) {
     return Status(ErrorCode::kProgram, name + ": the data files are of another program: " + mismatched);
@@ -60,9 +62,10 @@ Status check_delegates_and_kernels(const ProgramCore& core, const LoadOptions& o
     std::string where = name + ", method '" + method.name + "'";
     for (const DelegatePlan& d : method.delegates) {
       if (!options.allow_native_code && payload_is_code(d.id)) {
-        Status status(ErrorCode::kDelegateUnavailable,
-                      where + ": expected no native code (allow_native_code=False), got a payload for '" + d.id +
-                          "', which runs as code in this process; load it only if you trust where it comes from");
+        Status status(
+            ErrorCode::kDelegateUnavailable,
+            where + ": expected no native code (allow_native_code=False), got a payload for '" + d.id +
+                "', which runs as code in this process; load it only if you trust where it comes from");
         status.delegate = d.id;
         return status;
       }
@@ -73,26 +76,30 @@ Status check_delegates_and_kernels(const ProgramCore& core, const LoadOptions& o
       if (!kernel_registered(op)) missing += (missing.empty() ? "'" : ", '") + op + "'";
     }
     if (!missing.empty()) {
-      Status status(ErrorCode::kDelegateUnavailable,
-                    where + ": expected kernels for " + missing +
-                        ", got none; load the library that holds them, or let a delegate take these operators");
+      Status status(
+          ErrorCode::kDelegateUnavailable,
+          where + ": expected kernels for " + missing +
+              ", got none; load the library that holds them, or let a delegate take these operators");
       status.method = method.name;
       return status;
     }
   }
   for (const auto& [delegate, entries] : options.options) {
     bool used = std::any_of(core.plan.methods.begin(), core.plan.methods.end(), [&](const MethodPlan& m) {
-      return std::any_of(m.delegates.begin(), m.delegates.end(), [&](const DelegatePlan& d) { return d.id == delegate; });
+      return std::any_of(m.delegates.begin(), m.delegates.end(),
+                         [&](const DelegatePlan& d) { return d.id == delegate; });
     });
     if (!used) {
-      return Status(ErrorCode::kOption, name + ", options: expected names of delegates that the program uses, got '" +
-                                            delegate + "'");
+      return Status(
+          ErrorCode::kOption,
+          name + ", options: expected names of delegates that the program uses, got '" + delegate + "'");
     }
     for (const auto& [key, value] : entries) {
       const auto* text = std::get_if<std::string>(&value);
       if (key.empty() || key.size() > 63 || (text != nullptr && text->size() > 255)) {
-        return Status(ErrorCode::kOption, name + ", options of '" + delegate +
-                                              "': expected a key of 1 to 63 bytes and a text of at most 255, got '" + key + "'");
+        return Status(ErrorCode::kOption,
+                      name + ", options of '" + delegate +
+                          "': expected a key of 1 to 63 bytes and a text of at most 255, got '" + key + "'");
       }
     }
   }
@@ -103,14 +110,16 @@ Status check_delegates_and_kernels(const ProgramCore& core, const LoadOptions& o
 
 Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file, LoadOptions options) {
   if (options.instances < 1 || options.instances > 1024) {
-    return Status(ErrorCode::kOption, "instances: expected a count between 1 and 1024, got " + std::to_string(options.instances));
+    return Status(ErrorCode::kOption,
+                  "instances: expected a count between 1 and 1024, got " + std::to_string(options.instances));
   }
   auto core = std::make_shared<ProgramCore>();
   core->file = std::move(file);
   core->data = options.data;
   core->options = options.options;
 
-  core->loader = std::make_unique<executorch::extension::BufferDataLoader>(core->file->data(), core->file->size());
+  core->loader =
+      std::make_unique<executorch::extension::BufferDataLoader>(core->file->data(), core->file->size());
   auto plan = read_program({core->file->data(), core->file->size(), core->file->name()});
   if (!plan.ok()) return plan.status();
   core->plan = std::move(*plan);
@@ -118,8 +127,9 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
     LogScope log;
     auto program = et::Program::load(core->loader.get(), et::Program::Verification::InternalConsistency);
     if (!program.ok()) {
-      Status status(ErrorCode::kProgram, core->file->name() + ": expected a program that is consistent in itself, got " +
-                                             et::to_string(program.error()) + "; the file is damaged, export it again");
+      Status status(ErrorCode::kProgram,
+                    core->file->name() + ": expected a program that is consistent in itself, got " +
+                        et::to_string(program.error()) + "; the file is damaged, export it again");
       status.log = log.take();
       return status;
     }

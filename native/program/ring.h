@@ -6,6 +6,8 @@
 #include <mutex>
 #include <vector>
 
+#include "headrace/status.h"
+
 namespace headrace {
 
 class Ring;
@@ -21,7 +23,7 @@ class Block {
   size_t capacity_ = 0;
 };
 
-class Ring : public std::enable_shared_from_this<Ring> {
+class HEADRACE_API Ring : public std::enable_shared_from_this<Ring> {
  public:
   ~Ring();
   // A block of at least `nbytes`, 64-byte aligned; null when there is no memory.

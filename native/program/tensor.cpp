@@ -6,36 +6,53 @@ size_t itemsize(DType dtype) {
   switch (dtype) {
     case DType::kUInt8:
     case DType::kInt8:
-    case DType::kBool: return 1;
+    case DType::kBool:
+      return 1;
     case DType::kInt16:
     case DType::kUInt16:
     case DType::kFloat16:
-    case DType::kBFloat16: return 2;
+    case DType::kBFloat16:
+      return 2;
     case DType::kInt32:
     case DType::kUInt32:
-    case DType::kFloat32: return 4;
+    case DType::kFloat32:
+      return 4;
     case DType::kInt64:
     case DType::kUInt64:
-    case DType::kFloat64: return 8;
+    case DType::kFloat64:
+      return 8;
   }
   return 0;
 }
 
 std::string dtype_name(DType dtype) {
   switch (dtype) {
-    case DType::kUInt8: return "uint8";
-    case DType::kInt8: return "int8";
-    case DType::kInt16: return "int16";
-    case DType::kInt32: return "int32";
-    case DType::kInt64: return "int64";
-    case DType::kFloat16: return "float16";
-    case DType::kFloat32: return "float32";
-    case DType::kFloat64: return "float64";
-    case DType::kBool: return "bool";
-    case DType::kBFloat16: return "bfloat16";
-    case DType::kUInt16: return "uint16";
-    case DType::kUInt32: return "uint32";
-    case DType::kUInt64: return "uint64";
+    case DType::kUInt8:
+      return "uint8";
+    case DType::kInt8:
+      return "int8";
+    case DType::kInt16:
+      return "int16";
+    case DType::kInt32:
+      return "int32";
+    case DType::kInt64:
+      return "int64";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat64:
+      return "float64";
+    case DType::kBool:
+      return "bool";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kUInt16:
+      return "uint16";
+    case DType::kUInt32:
+      return "uint32";
+    case DType::kUInt64:
+      return "uint64";
   }
   return "dtype " + std::to_string(static_cast<int>(dtype));
 }
@@ -46,7 +63,8 @@ std::string device_name(DeviceId device) {
 
 std::string describe(const TensorView& view) {
   std::string out = dtype_name(view.dtype) + "[";
-  for (int i = 0; i < view.ndim; ++i) out += (i ? ", " : "") + std::to_string(view.sizes[static_cast<size_t>(i)]);
+  for (int i = 0; i < view.ndim; ++i)
+    out += (i ? ", " : "") + std::to_string(view.sizes[static_cast<size_t>(i)]);
   return out + "]";
 }
 

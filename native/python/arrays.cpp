@@ -19,44 +19,83 @@ namespace {
 // -1 where NumPy has no such dtype.
 int numpy_type(DType dtype) {
   switch (dtype) {
-    case DType::kUInt8: return NPY_UINT8;
-    case DType::kInt8: return NPY_INT8;
-    case DType::kInt16: return NPY_INT16;
-    case DType::kInt32: return NPY_INT32;
-    case DType::kInt64: return NPY_INT64;
-    case DType::kFloat16: return NPY_HALF;
-    case DType::kFloat32: return NPY_FLOAT;
-    case DType::kFloat64: return NPY_DOUBLE;
-    case DType::kBool: return NPY_BOOL;
-    case DType::kUInt16: return NPY_UINT16;
-    case DType::kUInt32: return NPY_UINT32;
-    case DType::kUInt64: return NPY_UINT64;
-    case DType::kBFloat16: return -1;
+    case DType::kUInt8:
+      return NPY_UINT8;
+    case DType::kInt8:
+      return NPY_INT8;
+    case DType::kInt16:
+      return NPY_INT16;
+    case DType::kInt32:
+      return NPY_INT32;
+    case DType::kInt64:
+      return NPY_INT64;
+    case DType::kFloat16:
+      return NPY_HALF;
+    case DType::kFloat32:
+      return NPY_FLOAT;
+    case DType::kFloat64:
+      return NPY_DOUBLE;
+    case DType::kBool:
+      return NPY_BOOL;
+    case DType::kUInt16:
+      return NPY_UINT16;
+    case DType::kUInt32:
+      return NPY_UINT32;
+    case DType::kUInt64:
+      return NPY_UINT64;
+    case DType::kBFloat16:
+      return -1;
   }
   return -1;
 }
 
 bool from_numpy_type(int type, DType& dtype) {
   switch (type) {
-    case NPY_BOOL: dtype = DType::kBool; return true;
-    case NPY_BYTE: dtype = DType::kInt8; return true;
-    case NPY_UBYTE: dtype = DType::kUInt8; return true;
-    case NPY_SHORT: dtype = DType::kInt16; return true;
-    case NPY_USHORT: dtype = DType::kUInt16; return true;
-    case NPY_INT: dtype = DType::kInt32; return true;
-    case NPY_UINT: dtype = DType::kUInt32; return true;
+    case NPY_BOOL:
+      dtype = DType::kBool;
+      return true;
+    case NPY_BYTE:
+      dtype = DType::kInt8;
+      return true;
+    case NPY_UBYTE:
+      dtype = DType::kUInt8;
+      return true;
+    case NPY_SHORT:
+      dtype = DType::kInt16;
+      return true;
+    case NPY_USHORT:
+      dtype = DType::kUInt16;
+      return true;
+    case NPY_INT:
+      dtype = DType::kInt32;
+      return true;
+    case NPY_UINT:
+      dtype = DType::kUInt32;
+      return true;
     case NPY_LONG:
-    case NPY_LONGLONG: dtype = DType::kInt64; return true;
+    case NPY_LONGLONG:
+      dtype = DType::kInt64;
+      return true;
     case NPY_ULONG:
-    case NPY_ULONGLONG: dtype = DType::kUInt64; return true;
-    case NPY_HALF: dtype = DType::kFloat16; return true;
-    case NPY_FLOAT: dtype = DType::kFloat32; return true;
-    case NPY_DOUBLE: dtype = DType::kFloat64; return true;
-    default: return false;
+    case NPY_ULONGLONG:
+      dtype = DType::kUInt64;
+      return true;
+    case NPY_HALF:
+      dtype = DType::kFloat16;
+      return true;
+    case NPY_FLOAT:
+      dtype = DType::kFloat32;
+      return true;
+    case NPY_DOUBLE:
+      dtype = DType::kFloat64;
+      return true;
+    default:
+      return false;
   }
 }
 
-[[noreturn]] void bad_input(const std::string& method, const char* role, size_t index, const std::string& what) {
+[[noreturn]] void bad_input(const std::string& method, const char* role, size_t index,
+                            const std::string& what) {
   raise(Status(ErrorCode::kInput, method + ", " + role + " " + std::to_string(index) + ": " + what));
 }
 
@@ -74,7 +113,8 @@ bool view_numpy(PyArrayObject* array, TensorView& view, std::string& what) {
     if (name == "ml_dtypes.bfloat16" || name == "bfloat16") {
       view.dtype = DType::kBFloat16;
     } else {
-      what = "expected an array of numbers, got dtype " + std::string(nb::str(nb::handle((PyObject*)descr)).c_str());
+      what = "expected an array of numbers, got dtype " +
+             std::string(nb::str(nb::handle((PyObject*)descr)).c_str());
       return false;
     }
   }
@@ -100,10 +140,12 @@ bool view_dlpack(const dl::Tensor& t, TensorView& view, std::string& what) {
   static constexpr struct {
     uint8_t code, bits;
     DType dtype;
-  } kTypes[] = {{dl::kFloat, 32, DType::kFloat32}, {dl::kFloat, 16, DType::kFloat16}, {dl::kBfloat, 16, DType::kBFloat16},
-                {dl::kFloat, 64, DType::kFloat64}, {dl::kInt, 64, DType::kInt64},     {dl::kInt, 32, DType::kInt32},
-                {dl::kInt, 16, DType::kInt16},     {dl::kInt, 8, DType::kInt8},       {dl::kUInt, 8, DType::kUInt8},
-                {dl::kUInt, 16, DType::kUInt16},   {dl::kUInt, 32, DType::kUInt32},   {dl::kUInt, 64, DType::kUInt64},
+  } kTypes[] = {{dl::kFloat, 32, DType::kFloat32},   {dl::kFloat, 16, DType::kFloat16},
+                {dl::kBfloat, 16, DType::kBFloat16}, {dl::kFloat, 64, DType::kFloat64},
+                {dl::kInt, 64, DType::kInt64},       {dl::kInt, 32, DType::kInt32},
+                {dl::kInt, 16, DType::kInt16},       {dl::kInt, 8, DType::kInt8},
+                {dl::kUInt, 8, DType::kUInt8},       {dl::kUInt, 16, DType::kUInt16},
+                {dl::kUInt, 32, DType::kUInt32},     {dl::kUInt, 64, DType::kUInt64},
                 {dl::kBool, 8, DType::kBool}};
   bool known = false;
   for (const auto& type : kTypes) {
@@ -129,7 +171,8 @@ bool view_dlpack(const dl::Tensor& t, TensorView& view, std::string& what) {
   bool host = t.device.type == dl::kCpu || t.device.type == dl::kCudaHost;
   view.device = {host ? DeviceKind::kCpu : DeviceKind::kCuda, static_cast<int8_t>(host ? 0 : t.device.id)};
   if (!host && t.device.type != dl::kCuda && t.device.type != dl::kCudaManaged) {
-    what = "expected an array on the host or on a CUDA device, got DLPack device type " + std::to_string(t.device.type);
+    what = "expected an array on the host or on a CUDA device, got DLPack device type " +
+           std::to_string(t.device.type);
     return false;
   }
   return true;
@@ -140,14 +183,19 @@ dl::DataType dlpack_type(DType dtype) {
   switch (dtype) {
     case DType::kFloat16:
     case DType::kFloat32:
-    case DType::kFloat64: return {dl::kFloat, bits, 1};
-    case DType::kBFloat16: return {dl::kBfloat, bits, 1};
-    case DType::kBool: return {dl::kBool, bits, 1};
+    case DType::kFloat64:
+      return {dl::kFloat, bits, 1};
+    case DType::kBFloat16:
+      return {dl::kBfloat, bits, 1};
+    case DType::kBool:
+      return {dl::kBool, bits, 1};
     case DType::kUInt8:
     case DType::kUInt16:
     case DType::kUInt32:
-    case DType::kUInt64: return {dl::kUInt, bits, 1};
-    default: return {dl::kInt, bits, 1};
+    case DType::kUInt64:
+      return {dl::kUInt, bits, 1};
+    default:
+      return {dl::kInt, bits, 1};
   }
 }
 
@@ -174,8 +222,8 @@ nb::object numpy_view(const TensorView& view, nb::object owner) {
 
 }  // namespace
 
-Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const std::string& method, const char* role,
-               size_t index) {
+Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const std::string& method,
+               const char* role, size_t index) {
   Value value;
   PyObject* o = object.ptr();
   std::string what;
@@ -224,7 +272,8 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
     try {
       keep = object.attr("__dlpack__")();
     } catch (nb::python_error& e) {
-      bad_input(method, role, index, std::string("expected an array that gives itself by DLPack, got ") + e.what());
+      bad_input(method, role, index,
+                std::string("expected an array that gives itself by DLPack, got ") + e.what());
     }
     // The capsule stays as it is: whoever made it frees the tensor when the capsule goes.
     auto* managed = static_cast<dl::ManagedTensor*>(PyCapsule_GetPointer(keep.ptr(), "dltensor"));
@@ -240,33 +289,41 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
   }
   bad_input(method, role, index,
             "expected an array (NumPy, DLPack or the array interface) or a number, got " +
-                std::string(Py_TYPE(o)->tp_name) +
-                "; convert it with numpy.asarray");
+                std::string(Py_TYPE(o)->tp_name) + "; convert it with numpy.asarray");
 }
 
 nb::object from_value(Value& value) {
   switch (value.kind) {
-    case Value::Kind::kNone: return nb::none();
-    case Value::Kind::kInt: return nb::int_(value.int_value);
-    case Value::Kind::kDouble: return nb::float_(value.double_value);
-    case Value::Kind::kBool: return nb::bool_(value.bool_value);
-    case Value::Kind::kString: return nb::str(value.string_value.c_str(), value.string_value.size());
-    case Value::Kind::kTensor: break;
+    case Value::Kind::kNone:
+      return nb::none();
+    case Value::Kind::kInt:
+      return nb::int_(value.int_value);
+    case Value::Kind::kDouble:
+      return nb::float_(value.double_value);
+    case Value::Kind::kBool:
+      return nb::bool_(value.bool_value);
+    case Value::Kind::kString:
+      return nb::str(value.string_value.c_str(), value.string_value.size());
+    case Value::Kind::kTensor:
+      break;
   }
   if (numpy_type(value.tensor.dtype) < 0) return nb::cast(Buffer{value.tensor, std::move(value.block)});
   return numpy_view(value.tensor, block_owner(std::move(value.block)));
 }
 
 void raise(const Status& status) {
-  static constexpr const char* kNames[] = {"HeadraceError", "ProgramError",        "InputError",  "OptionError",
-                                           "NotSupported",  "DelegateError",       "DelegateUnavailable",
-                                           "DeviceError",   "OutOfDeviceMemory",   "CaptureError", "EngineError"};
+  static constexpr const char* kNames[] = {"HeadraceError",       "ProgramError", "InputError",
+                                           "OptionError",         "NotSupported", "DelegateError",
+                                           "DelegateUnavailable", "DeviceError",  "OutOfDeviceMemory",
+                                           "CaptureError",        "EngineError"};
   nb::object cls = nb::module_::import_("headrace.errors").attr(kNames[static_cast<size_t>(status.code())]);
   nb::list log;
   for (const std::string& line : status.log) log.append(nb::str(line.c_str(), line.size()));
   nb::dict kwargs;
   kwargs["log"] = log;
-  auto text = [](const std::string& s) { return s.empty() ? nb::object(nb::none()) : nb::object(nb::str(s.c_str(), s.size())); };
+  auto text = [](const std::string& s) {
+    return s.empty() ? nb::object(nb::none()) : nb::object(nb::str(s.c_str(), s.size()));
+  };
   if (status.code() == ErrorCode::kDelegate || status.code() == ErrorCode::kDelegateUnavailable) {
     kwargs["delegate"] = text(status.delegate);
     kwargs["method"] = text(status.method);
@@ -327,8 +384,9 @@ nb::tuple tuple_of(const std::array<int64_t, kMaxDims>& values, int count, int64
 
 nb::object buffer_numpy(const Buffer& buffer) {
   if (numpy_type(buffer.view.dtype) < 0) {
-    raise(Status(ErrorCode::kInput, "Buffer.numpy: expected a dtype that NumPy has, got " + dtype_name(buffer.view.dtype) +
-                                        "; call .float32() for a converted copy, or pass the buffer on by DLPack"));
+    raise(Status(ErrorCode::kInput,
+                 "Buffer.numpy: expected a dtype that NumPy has, got " + dtype_name(buffer.view.dtype) +
+                     "; call .float32() for a converted copy, or pass the buffer on by DLPack"));
   }
   return numpy_view(buffer.view, block_owner(buffer.block));
 }
@@ -342,6 +400,32 @@ nb::object buffer_float32(const Buffer& buffer) {
   return (wide.attr("__lshift__")(16)).attr("view")("float32");
 }
 
+// Rounds to nearest, ties to even; NaN stays NaN.
+uint16_t round_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value != value) return static_cast<uint16_t>(bits >> 16 | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+Buffer buffer_from_float32(nb::handle array) {
+  nb::object dense = nb::steal(PyArray_FROM_OTF(array.ptr(), NPY_FLOAT, NPY_ARRAY_CARRAY_RO));
+  if (!dense.is_valid()) nb::raise_python_error();
+  Buffer out;
+  std::string what;
+  if (!view_numpy((PyArrayObject*)dense.ptr(), out.view, what))
+    bad_input("Buffer.from_float32", "argument", 0, what);
+  const auto* from = static_cast<const float*>(out.view.data);
+  out.view.dtype = DType::kBFloat16;
+  for (int64_t& stride : out.view.strides_bytes) stride /= 2;
+  out.block = std::make_shared<Ring>()->take(out.view.nbytes());
+  if (!out.block) raise(Status(ErrorCode::kOutOfDeviceMemory, "Buffer.from_float32: no memory on cpu"));
+  out.view.data = out.block->data();
+  for (int64_t i = 0; i < out.view.numel(); ++i)
+    static_cast<uint16_t*>(out.view.data)[i] = round_bfloat16(from[i]);
+  return out;
+}
+
 }  // namespace
 
 void bind_buffer(nb::module_& m) {
@@ -350,15 +434,19 @@ void bind_buffer(nb::module_& m) {
       .def_prop_ro("shape", [](const Buffer& b) { return tuple_of(b.view.sizes, b.view.ndim, 1); })
       .def_prop_ro("strides",
                    [](const Buffer& b) {
-                     return tuple_of(b.view.strides_bytes, b.view.ndim, static_cast<int64_t>(itemsize(b.view.dtype)));
+                     return tuple_of(b.view.strides_bytes, b.view.ndim,
+                                     static_cast<int64_t>(itemsize(b.view.dtype)));
                    })
       .def_prop_ro("nbytes", [](const Buffer& b) { return b.view.nbytes(); })
       .def_prop_ro("device", [](const Buffer& b) { return device_name(b.view.device); })
+      .def_static("from_float32", &buffer_from_float32, nb::arg("array"))
       .def("numpy", &buffer_numpy)
       .def("float32", &buffer_float32)
       .def("__dlpack__", [](const Buffer& b, nb::kwargs) { return to_dlpack(b); })
       .def("__dlpack_device__", [](const Buffer&) { return nb::make_tuple(static_cast<int>(dl::kCpu), 0); })
-      .def("__repr__", [](const Buffer& b) { return "Buffer(" + describe(b.view) + " on " + device_name(b.view.device) + ")"; });
+      .def("__repr__", [](const Buffer& b) {
+        return "Buffer(" + describe(b.view) + " on " + device_name(b.view.device) + ")";
+      });
 }
 
 }  // namespace headrace

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <string>
 
@@ -24,8 +25,8 @@ struct Buffer {
 
 // A view on any Python argument. `keep` holds what must outlive the view. `where` opens a message.
 // Raises InputError for arrays that cannot be read (byte order, dtype, more than 16 dimensions).
-Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const std::string& method, const char* role,
-               size_t index);
+Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const std::string& method,
+               const char* role, size_t index);
 
 // A NumPy array over the block of an output, or a Buffer where NumPy lacks the dtype; numbers as they are.
 nb::object from_value(Value& value);

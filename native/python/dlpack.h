@@ -1,4 +1,5 @@
-// The C structures of DLPack 1.0 that cross between libraries (https://dmlc.github.io/dlpack/latest/c_api.html).
+// The C structures of DLPack 1.0 that cross between libraries
+// (https://dmlc.github.io/dlpack/latest/c_api.html).
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,6 @@
 // The extension `headrace._core`: bindings convert and forward, nothing else.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "headrace/program.h"
@@ -79,8 +78,9 @@ nb::tuple call(Method& method, nb::tuple inputs, nb::object out, bool strict) {
     for (size_t i = 0; i < arrays.size(); ++i) {
       given.push_back(to_value(arrays[i], Value::Kind::kTensor, out_keep, method.name(), "out", i));
       if (nb::hasattr(arrays[i], "flags") && !nb::cast<bool>(arrays[i].attr("flags").attr("writeable"))) {
-        raise(Status(ErrorCode::kInput, method.name() + ", out " + std::to_string(i) + ": expected an array that can be "
-                                                        "written, got a read-only one"));
+        raise(Status(ErrorCode::kInput, method.name() + ", out " + std::to_string(i) +
+                                            ": expected an array that can be "
+                                            "written, got a read-only one"));
       }
     }
   }
@@ -163,15 +163,16 @@ NB_MODULE(_core, m) {
       .def("call", &call, nb::arg("inputs"), nb::arg("out").none(), nb::arg("strict"));
 
   nb::class_<Program>(m, "Program")
-      .def_static("load", &load, nb::arg("source"), nb::arg("data"), nb::arg("instances"), nb::arg("allow_native_code"),
-                  nb::arg("options"))
+      .def_static("load", &load, nb::arg("source"), nb::arg("data"), nb::arg("instances"),
+                  nb::arg("allow_native_code"), nb::arg("options"))
       .def("method_names", &Program::method_names)
       .def("method", &Program::method)
       .def("memory",
            [](const Program& self) {
              nb::list out;
              for (const MemoryUse& use : self.memory()) {
-               out.append(nb::make_tuple(use.what, use.method, use.instance, device_name(use.device), use.nbytes));
+               out.append(
+                   nb::make_tuple(use.what, use.method, use.instance, device_name(use.device), use.nbytes));
              }
              return out;
            })

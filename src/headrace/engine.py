@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -131,8 +132,7 @@ def _load() -> tuple[Engine, Any]:
             raise EngineError(
                 f"{folder / name}: expected a library that loads, got: {e}; reinstall"
             ) from None
-    from . import _core
-
+    _core = importlib.import_module("headrace._core")
     _core.initialize()
     return Engine(wanted["version"], "installed" if package else "bundled", str(folder)), _core
 

@@ -109,7 +109,9 @@ class Method:
         self._native = native
         self._call = native.call
 
-    def __call__(self, *inputs: Any, out: Sequence[Any] | None = None, strict: bool = False) -> tuple[Any, ...]:
+    def __call__(
+        self, *inputs: Any, out: Sequence[Any] | None = None, strict: bool = False
+    ) -> tuple[Any, ...]:
         """Run the method once and return its outputs as a tuple.
 
         Args:
@@ -256,7 +258,9 @@ def load(
                     f"options of {delegate!r}: expected a bool, int or str for {key!r}, got {type(value).__name__}"
                 )
             if isinstance(value, int) and not -(2**31) <= value < 2**31:
-                raise OptionError(f"options of {delegate!r}: expected an int of 32 bits for {key!r}, got {value}")
+                raise OptionError(
+                    f"options of {delegate!r}: expected an int of 32 bits for {key!r}, got {value}"
+                )
     if not isinstance(source, str | os.PathLike | bytes | bytearray | memoryview):
         raise ProgramError(f"expected a path or bytes, got {type(source).__name__}")
     native = core.Program.load(

@@ -77,14 +77,14 @@ struct ValueInfo {
   std::vector<int64_t> shape;  // upper bounds where the shape is dynamic
   bool dynamic = false;
   DeviceId device;
-  bool planned = false;  // the method owns memory for it; the caller's is copied, never aliased
+  bool planned = false;   // the method owns memory for it; the caller's is copied, never aliased
   int64_t int_value = 0;  // of an int or bool input: the only value that the program accepts
   double double_value = 0;
 };
 
 // One delegate call of a method, in the order of its instructions.
 struct IslandInfo {
-  int index = 0;        // position in the instruction list
+  int index = 0;  // position in the instruction list
   std::string delegate;
   size_t payload_nbytes = 0;
   int num_args = 0;

@@ -52,7 +52,7 @@ class [[nodiscard]] Status {
 template <class T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::in_place_index<0>, std::move(value)) {}        // NOLINT: implicit on purpose
+  Result(T value) : value_(std::in_place_index<0>, std::move(value)) {}         // NOLINT: implicit on purpose
   Result(Status status) : value_(std::in_place_index<1>, std::move(status)) {}  // NOLINT: implicit on purpose
 
   bool ok() const { return value_.index() == 0; }

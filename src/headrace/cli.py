@@ -1,0 +1,334 @@
+"""The command line: parse and print.
+
+Exit status: 0 done; 1 an answer differs from ``--expect``; 2 the command line or an input
+is at fault; 3 the program, a delegate or a device is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import headrace
+
+from . import doctor, pte
+from .errors import HeadraceError, InputError, OptionError
+from .program import Method, ValueInfo
+
+__all__ = ["main"]
+
+JSON_VERSION = 1
+OK, DIFFERS, USAGE, FAILED = 0, 1, 2, 3
+
+# Relative and absolute: what rounding in another order of operations may change.
+TOLERANCE = {
+    "float64": (1e-7, 1e-9),
+    "float32": (1e-4, 1e-5),
+    "float16": (1e-2, 1e-3),
+    "bfloat16": (2e-2, 1e-2),
+}
+
+
+def _print_json(command: str, body: dict[str, Any]) -> None:
+    print(json.dumps({"version": JSON_VERSION, "command": command, **body}, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def _shape_text(info: ValueInfo) -> str:
+    if info.kind != "tensor":
+        return info.kind
+    dims = ", ".join(str(high) if low == high else f"≤{high}" for low, high in info.bounds)
+    return f"{info.dtype}[{dims}] on {info.device}"
+
+
+# ---------------------------------------------------------------- doctor
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    found = doctor.diagnose()
+    if args.json:
+        _print_json("doctor", found.as_dict())
+        return OK
+    rows = {
+        "headrace": found.version,
+        "python": f"{found.python}, NumPy {found.numpy}",
+        "machine": found.machine,
+        "engine": f"ExecuTorch {found.engine}, {found.engine_source} ({found.engine_folder})",
+        "delegates": ", ".join(found.delegates) or "none",
+        "kernels": str(found.kernels),
+        "threads": str(found.threads),
+    }
+    for key, value in rows.items():
+        print(f"{key:10} {value}")
+    return OK
+
+
+# --------------------------------------------------------------- inspect
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    if Path(args.file).suffix == ".ptd":
+        return _inspect_data(args)
+    file = pte.read(args.file)
+    if args.json:
+        _print_json("inspect", {"file": args.file, "program": asdict(file)})
+        return OK
+    for method in file.methods:
+        print(f"method {method.name}")
+        for role, values in (("input", method.inputs), ("output", method.outputs)):
+            for i, value in enumerate(values):
+                print(f"  {role} {i}: {value}" + (f" '{value.name}'" if value.name else ""))
+        for buffer in method.buffers:
+            print(f"  planned buffer {buffer.memory_id}: {buffer.nbytes} bytes on {buffer.device}")
+        print(f"  {len(method.instructions)} instructions, {len(method.islands)} islands")
+        for step in method.instructions:
+            target = step.target or ""
+            island = next((i for i in method.islands if i.instruction == step.index), None)
+            size = f", payload {island.payload_nbytes} bytes" if island else ""
+            print(f"    {step.index:3} {step.kind:8} {target}{size}")
+    if file.named_data:
+        print(f"named data: {len(file.named_data)} entries")
+    if keys := sorted({t.key for t in file.external}):
+        print(f"needs data files with: {', '.join(keys)}")
+    return OK
+
+
+def _inspect_data(args: argparse.Namespace) -> int:
+    file = pte.read_data(args.file)
+    if args.json:
+        _print_json("inspect", {"file": args.file, "data": asdict(file)})
+        return OK
+    for entry in file.entries:
+        shape = f"{entry.dtype}{list(entry.shape or ())}" if entry.dtype else "bytes"
+        print(f"{entry.key}: {shape}, {entry.nbytes} bytes")
+    return OK
+
+
+# ------------------------------------------------------------------- run
+
+
+def _made_up(info: ValueInfo, rng: np.random.Generator | None) -> Any:
+    """An input of the greatest shape: ones, or random numbers; ints stay 0 or 1, so that they index."""
+    if info.kind == "none":
+        return None
+    if info.kind != "tensor":
+        raise InputError(
+            f"--ones and --random: expected a method with tensors only, got an input of kind {info.kind}"
+        )
+    shape = tuple(high for _, high in info.bounds)
+    dtype = "float32" if info.dtype == "bfloat16" else info.dtype
+    if rng is None:
+        values = np.ones(shape, dtype)
+    elif np.dtype(dtype).kind == "f":
+        values = rng.standard_normal(shape).astype(dtype)
+    else:
+        values = rng.integers(0, 2, shape).astype(dtype)
+    return headrace.Buffer.from_float32(values) if info.dtype == "bfloat16" else values
+
+
+def _inputs(args: argparse.Namespace, method: Method) -> list[Any]:
+    if args.input:
+        arrays: list[Any] = []
+        for name in args.input:
+            try:
+                arrays.append(np.load(name, allow_pickle=False))
+            except (OSError, ValueError) as e:
+                raise InputError(f"{name}: expected an array written by numpy.save, got: {e}") from None
+        return arrays
+    if method.inputs and not (args.ones or args.random is not None):
+        raise InputError(
+            f"{method.name}: expected {len(method.inputs)} inputs, got none; give --input FILE.npy for each, "
+            "--ones or --random SEED"
+        )
+    rng = np.random.default_rng(args.random) if args.random is not None else None
+    return [_made_up(info, rng) for info in method.inputs]
+
+
+def _as_array(output: Any) -> np.ndarray[Any, Any]:
+    return output.float32() if isinstance(output, headrace.Buffer) else np.asarray(output)
+
+
+def _compare(args: argparse.Namespace, method: Method, outputs: Sequence[Any]) -> list[dict[str, Any]]:
+    """Each output against the file's array of its position: exact shape, every value."""
+    try:
+        with np.load(args.expect, allow_pickle=False) as archive:
+            wanted = [archive[key] for key in archive.files]
+    except (OSError, ValueError) as e:
+        raise InputError(f"{args.expect}: expected arrays written by numpy.savez, got: {e}") from None
+    if len(wanted) != len(outputs):
+        raise InputError(
+            f"{args.expect}: expected {len(outputs)} arrays, one for each output, got {len(wanted)}"
+        )
+    rows = []
+    for i, (output, want, info) in enumerate(zip(outputs, wanted, method.outputs, strict=True)):
+        got = _as_array(output)
+        rtol, atol = TOLERANCE.get(info.dtype, (0.0, 0.0))
+        rtol = rtol if args.rtol is None else args.rtol
+        atol = atol if args.atol is None else args.atol
+        row: dict[str, Any] = {
+            "output": i,
+            "rtol": rtol,
+            "atol": atol,
+            "shape": got.shape,
+            "expected_shape": want.shape,
+        }
+        if got.shape != want.shape:
+            row |= {"equal": False, "largest_deviation": None}
+        else:
+            with np.errstate(invalid="ignore"):
+                deviation = np.abs(got.astype(np.float64) - want.astype(np.float64))
+            close = np.isclose(
+                got.astype(np.float64), want.astype(np.float64), rtol=rtol, atol=atol, equal_nan=True
+            )
+            row |= {"equal": bool(close.all()), "largest_deviation": float(np.nanmax(deviation, initial=0.0))}
+        rows.append(row)
+    return rows
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.threads is not None:
+        headrace.set_num_threads(args.threads)
+    if args.repeat < 1:
+        raise OptionError(f"--repeat: expected 1 or more, got {args.repeat}")
+    with headrace.load(args.file, data=args.data) as program:
+        name = args.method or program.methods[0]
+        if name not in program:
+            raise InputError(f"--method: expected one of {', '.join(program.methods)}, got {name!r}")
+        method = program[name]
+        inputs = _inputs(args, method)
+        times = []
+        for _ in range(args.repeat):
+            began = time.perf_counter()
+            outputs = method(*inputs)
+            times.append(time.perf_counter() - began)
+        compared = _compare(args, method, outputs) if args.expect else []
+        if args.output:
+            folder = Path(args.output)
+            folder.mkdir(parents=True, exist_ok=True)
+            for i, output in enumerate(outputs):
+                np.save(folder / f"out{i}.npy", _as_array(output))
+        different = [row for row in compared if not row["equal"]]
+        median_us = sorted(times)[len(times) // 2] * 1e6
+        if args.json:
+            _print_json(
+                "run",
+                {
+                    "file": args.file,
+                    "method": name,
+                    "islands": [asdict(i) for i in method.islands],
+                    "outputs": [
+                        asdict(info) | {"actual": _as_array(o).shape}
+                        for info, o in zip(method.outputs, outputs, strict=True)
+                    ],
+                    "compared": compared,
+                    "calls": args.repeat,
+                    "median_us": median_us,
+                },
+            )
+            return DIFFERS if different else OK
+        print(
+            f"{args.file}, method {name}: {', '.join(i.delegate for i in method.islands) or 'CPU kernels only'}"
+        )
+        for i, (info, output) in enumerate(zip(method.outputs, outputs, strict=True)):
+            array = _as_array(output)
+            summary = (
+                f"min {array.min():.6g}, max {array.max():.6g}, mean {array.mean(dtype=np.float64):.6g}"
+                if array.size
+                else "empty"
+            )
+            print(f"  output {i}: {_shape_text(info)}, got {list(array.shape)}: {summary}")
+        for row in compared:
+            verdict = "equal" if row["equal"] else "DIFFERENT"
+            detail = (
+                f"shape {list(row['shape'])} instead of {list(row['expected_shape'])}"
+                if row["largest_deviation"] is None
+                else f"largest deviation {row['largest_deviation']:.3g}"
+            )
+            print(
+                f"  output {row['output']}: {verdict}, {detail} (tolerance {row['rtol']:g} relative + {row['atol']:g})"
+            )
+        if args.repeat > 1:
+            print(f"  {args.repeat} calls, median {median_us:.1f} µs")
+        return DIFFERS if different else OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="headrace", description=headrace.__doc__, epilog=(__doc__ or "").split("\n\n", 1)[1]
+    )
+    parser.add_argument("--version", action="version", version=f"headrace {headrace.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    one = commands.add_parser("doctor", help="what this installation has and lacks")
+    one.set_defaults(run=_doctor)
+
+    one = commands.add_parser("inspect", help="what a .pte or .ptd file holds; runs nothing of it")
+    one.add_argument("file", metavar="FILE")
+    one.set_defaults(run=_inspect)
+
+    one = commands.add_parser("run", help="run a method of a program")
+    one.add_argument("file", metavar="FILE")
+    one.add_argument("--method", help="the method's name (default: the first)")
+    one.add_argument(
+        "--data", action="append", default=[], metavar="FILE.ptd", help="a data file; may be repeated"
+    )
+    one.add_argument(
+        "--input", action="append", default=[], metavar="FILE.npy", help="an input, in order; may be repeated"
+    )
+    one.add_argument("--ones", action="store_true", help="inputs of ones, of the greatest shape")
+    one.add_argument("--random", type=int, metavar="SEED", help="random inputs, of the greatest shape")
+    one.add_argument(
+        "--expect", metavar="FILE.npz", help="compare every output, in order, with the file's arrays"
+    )
+    one.add_argument("--rtol", type=float, help="relative tolerance of --expect (default: by dtype)")
+    one.add_argument("--atol", type=float, help="absolute tolerance of --expect (default: by dtype)")
+    one.add_argument("--repeat", type=int, default=1, metavar="N", help="calls")
+    one.add_argument(
+        "--output", metavar="DIR", help="write outputs there as out0.npy, … (bfloat16 as float32)"
+    )
+    one.add_argument("--threads", type=int, metavar="N", help="threads of the CPU kernels and XNNPACK")
+    one.set_defaults(run=_run)
+
+    for command in commands.choices.values():
+        command.add_argument(
+            "--json", action="store_true", help="print one JSON object; it carries a version"
+        )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader has seen enough; let nothing more be written at exit.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except HeadraceError as e:
+        if args.json:
+            _print_json(
+                args.command, {"error": type(e).__name__, "message": str(e.args[0]), "log": list(e.log)}
+            )
+        print(f"headrace: {type(e).__name__}: {e}", file=sys.stderr)
+        return USAGE if isinstance(e, InputError | OptionError) else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
