@@ -1,0 +1,302 @@
+// The seam between headrace and a device: streams, events, stream-ordered memory, copies, host functions,
+// capture, partitions. Three makers stand behind it: `cpu` (host memory, synchronous), `sim` (a deterministic
+// simulation of a CUDA device that follows CUDA's rules and is stricter) and `cuda` (the driver API).
+//
+// Rules that are CUDA's are cited where they are checked; the driver API's reference is meant
+// (https://docs.nvidia.com/cuda/cuda-driver-api/), and measurements where it is silent.
+//
+// Threads: a device may be used from any thread. No function holds a lock while a host function runs.
+// No function changes the calling thread's current context or device.
+// Waiting: functions wait for the device only where they say so.
+// Errors: kDevice with `device` set, kOutOfDeviceMemory, kInput for handles and addresses that cannot be.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "headrace/status.h"
+
+namespace headrace {
+
+// A stream as CUDA hands it around: 0 and 1 are the legacy stream, 2 is the calling thread's per-thread
+// stream, anything else the address of a stream object. Functions treat 0 as 1.
+using StreamHandle = uintptr_t;
+constexpr StreamHandle kLegacyStream = 1;
+constexpr StreamHandle kPerThreadStream = 2;
+
+// A stretch of memory that an operation reads or writes.
+struct Access {
+  const void* data = nullptr;
+  size_t nbytes = 0;
+  bool write = false;
+};
+
+// What an address is, as far as the device itself confirms it.
+struct PointerInfo {
+  enum class Kind : uint8_t {
+    kHost,    // not an allocation of this device: ordinary or pinned host memory, as far as it can tell
+    kDevice,  // inside a live allocation of this device (managed memory counts as device memory)
+    kFreed,   // inside an allocation whose free was already enqueued (sim only: a driver cannot tell)
+  };
+  Kind kind = Kind::kHost;
+  void* base = nullptr;
+  size_t nbytes = 0;
+};
+
+// Bytes and calls since the device was opened. Every allocate() and free() counts: caches lie above the seam.
+struct MemoryCounts {
+  size_t current_nbytes = 0;
+  size_t peak_nbytes = 0;
+  int64_t allocations = 0;
+  int64_t frees = 0;
+};
+
+// Runs on a thread of the device's choosing, in stream order. It must not call into a device (CUDA forbids it
+// for cuLaunchHostFunc). A failed Status is kept and returned by the next wait for anything behind it.
+using HostFunction = std::function<Status()>;
+
+// Ownership: whoever holds a reference may use the object; the device outlives it. Destroying an event, graph
+// or partition never waits, and what is in flight is not disturbed.
+class Event {
+ public:
+  virtual ~Event() = default;
+};
+using EventRef = std::shared_ptr<Event>;
+
+class Graph {  // what a capture recorded
+ public:
+  virtual ~Graph() = default;
+};
+using GraphRef = std::shared_ptr<Graph>;
+
+class GraphExec {  // a graph made ready to launch; launches of one run one after the other
+ public:
+  virtual ~GraphExec() = default;
+};
+using GraphExecRef = std::shared_ptr<GraphExec>;
+
+// A part of the device's streaming multiprocessors (a green context). Work of its streams stays on them.
+class Partition {
+ public:
+  virtual ~Partition() = default;
+  // As granted, read back from the device: requests are rounded up.
+  virtual int sm_count() const = 0;
+  // Refuses new streams from now on. Streams that exist go on.
+  virtual Status close() = 0;
+  virtual bool closed() const = 0;
+};
+using PartitionRef = std::shared_ptr<Partition>;
+
+struct StreamOptions {
+  int priority = 0;       // lower numbers are more urgent, as in CUDA
+  bool blocking = false;  // whether the legacy stream and this one order each other
+  PartitionRef partition;
+};
+
+struct SmLimits {
+  int total = 0;
+  int least = 0;      // the smallest partition
+  int alignment = 0;  // partitions are multiples of it
+};
+
+enum class CaptureMode : uint8_t { kGlobal, kThreadLocal, kRelaxed };
+enum class CaptureStatus : uint8_t { kNone, kActive, kInvalidated };
+
+enum class Backend : uint8_t { kCpu, kSim, kCuda };
+
+class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
+ public:
+  virtual ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  // "cpu", "sim:0", "cuda:1".
+  const std::string& name() const { return name_; }
+  Backend backend() const { return backend_; }
+  int ordinal() const { return ordinal_; }
+  // The number that stands for this device in caller_stream.h: the ordinal for cuda, else unique in the
+  // process.
+  int32_t id() const { return id_; }
+
+  // ---- memory
+  // Memory for work enqueued on `stream` from now on, at least 256-byte aligned. Other streams may use it
+  // once they are ordered behind `stream`. nbytes 0 gives a valid address. Does not wait. kOutOfDeviceMemory.
+  // While `stream` captures: kCapture (only a cache may serve an allocation then).
+  Result<void*> allocate(size_t nbytes, StreamHandle stream);
+  // Gives memory back behind the work that is on `stream` now. Does not wait.
+  // kInput: not the start of a live allocation of this device. kCapture: `stream` captures (CUDA: the free of
+  // memory allocated before is an invalid value there, measured).
+  Status free(void* data, StreamHandle stream);
+  // Copies in stream order, in any direction; which side is the device's is told by the addresses. Host
+  // memory is read or written when the copy runs, so it must stay until then. Does not wait. kInput: a device
+  // address outside a live allocation, or a range that leaves one.
+  Status copy(void* to, const void* from, size_t nbytes, StreamHandle stream);
+  Status fill(void* to, uint8_t byte, size_t nbytes, StreamHandle stream);
+  PointerInfo where(const void* address) const;
+  MemoryCounts memory() const;
+
+  // ---- streams
+  // kDevice; kInput: the partition is closed or of another device.
+  Result<StreamHandle> create_stream(const StreamOptions& options);
+  // The handle is invalid from now on; work on it goes on. kInput: not a live stream that create_stream()
+  // made.
+  Status destroy_stream(StreamHandle stream);
+  // Whether work may be enqueued on the handle: a special handle, a live stream of this device, or (cuda) a
+  // foreign stream of this device. kInput: it was destroyed or never was; kDevice: it is another device's.
+  Status check_stream(StreamHandle stream) const;
+  // Waits for the work that is on the stream now. Returns what failed in it.
+  Status synchronize(StreamHandle stream);
+  // Waits for all work of the device.
+  Status synchronize();
+  // Whether the stream's work is done. Does not wait.
+  Result<bool> query(StreamHandle stream);
+  // Runs `function` in stream order. `accesses` are what it reads and writes, for whoever checks the order.
+  Status call(StreamHandle stream, HostFunction function, std::vector<Access> accesses);
+
+  // ---- events
+  Result<EventRef> create_event(bool timing = false);
+  Status record(Event& event, StreamHandle stream);
+  // Work enqueued on `stream` from now on runs behind the event's latest record, as it is at this moment; an
+  // event that was never recorded is no wait. Does not wait on the host.
+  Status wait(StreamHandle stream, Event& event);
+  // Waits on the host. An event that was never recorded is complete. Returns what failed before it.
+  Status synchronize(Event& event);
+  Result<bool> query(Event& event);
+  // Milliseconds between two recorded timing events, both complete.
+  Result<double> elapsed_ms(Event& from, Event& to);
+
+  // ---- capture
+  // kCapture: the legacy stream (CAPTURE_UNSUPPORTED), or it captures already.
+  Status begin_capture(StreamHandle stream, CaptureMode mode);
+  // Ends it in every case. kCapture: it was invalidated, with the first reason, or a forked stream was not
+  // joined.
+  Result<GraphRef> end_capture(StreamHandle stream);
+  Result<CaptureStatus> capture_status(StreamHandle stream);
+  // The calling thread's mode for calls that captures forbid; returns the former one.
+  CaptureMode exchange_capture_mode(CaptureMode mode);
+  Result<GraphExecRef> instantiate(Graph& graph);
+  Status upload(GraphExec& exec, StreamHandle stream);
+  Status launch(GraphExec& exec, StreamHandle stream);
+
+  // ---- partitions
+  SmLimits sm_limits() const;
+  // Disjoint partitions of the given sizes, in one split. Each size is rounded up to what the device grants.
+  // kInput: a size below 1; kDevice: more than there is, with what is left; the device has no partitions.
+  Result<std::vector<PartitionRef>> split(std::span<const int> sms);
+
+ protected:
+  Device(std::string name, Backend backend, int ordinal);
+
+  virtual Result<void*> do_allocate(size_t nbytes, StreamHandle stream) = 0;
+  virtual Status do_free(void* data, StreamHandle stream) = 0;
+  virtual Status do_copy(void* to, const void* from, size_t nbytes, StreamHandle stream) = 0;
+  virtual Status do_fill(void* to, uint8_t byte, size_t nbytes, StreamHandle stream) = 0;
+  virtual PointerInfo do_where(const void* address) const = 0;
+  virtual MemoryCounts do_memory() const = 0;
+  virtual Result<StreamHandle> do_create_stream(const StreamOptions& options) = 0;
+  virtual Status do_destroy_stream(StreamHandle stream) = 0;
+  virtual Status do_check_stream(StreamHandle stream) const = 0;
+  virtual Status do_synchronize(StreamHandle stream) = 0;
+  virtual Status do_synchronize() = 0;
+  virtual Result<bool> do_query(StreamHandle stream) = 0;
+  virtual Status do_call(StreamHandle stream, HostFunction function, std::vector<Access> accesses) = 0;
+  virtual Result<EventRef> do_create_event(bool timing) = 0;
+  virtual Status do_record(Event& event, StreamHandle stream) = 0;
+  virtual Status do_wait(StreamHandle stream, Event& event) = 0;
+  virtual Status do_synchronize(Event& event) = 0;
+  virtual Result<bool> do_query(Event& event) = 0;
+  virtual Result<double> do_elapsed_ms(Event& from, Event& to) = 0;
+  virtual Status do_begin_capture(StreamHandle stream, CaptureMode mode) = 0;
+  virtual Result<GraphRef> do_end_capture(StreamHandle stream) = 0;
+  virtual Result<CaptureStatus> do_capture_status(StreamHandle stream) = 0;
+  virtual CaptureMode do_exchange_capture_mode(CaptureMode mode) = 0;
+  virtual Result<GraphExecRef> do_instantiate(Graph& graph) = 0;
+  virtual Status do_upload(GraphExec& exec, StreamHandle stream) = 0;
+  virtual Status do_launch(GraphExec& exec, StreamHandle stream) = 0;
+  virtual SmLimits do_sm_limits() const = 0;
+  virtual Result<std::vector<PartitionRef>> do_split(std::span<const int> sms) = 0;
+
+ private:
+  std::string name_;
+  Backend backend_;
+  int ordinal_;
+  int32_t id_;
+};
+using DeviceRef = std::shared_ptr<Device>;
+
+// ---- makers
+
+// Plain host memory; everything is done when the call returns. One for the process.
+HEADRACE_API DeviceRef cpu_device();
+
+// How a simulated device orders work that CUDA leaves open.
+struct SimOptions {
+  enum class Schedule : uint8_t {
+    kEager,   // at once
+    kLate,    // only when a wait demands it, and then no more than it demands
+    kRandom,  // a random legal interleaving, reproducible by `seed` for one order of submission
+  };
+  Schedule schedule = Schedule::kEager;
+  uint64_t seed = 0;
+  int ordinal = 0;
+  int sm_count = 132;
+  int sm_least = 8;
+  int sm_alignment = 8;
+  size_t memory_nbytes = size_t{1} << 30;  // allocating beyond it is kOutOfDeviceMemory
+};
+
+// A fault or a delay at a named operation of a simulated device. Operations are the seam's functions by name:
+// "allocate", "free", "copy", "fill", "create_stream", "destroy_stream", "synchronize_stream",
+// "synchronize_device", "query_stream", "call", "create_event", "record", "wait", "synchronize_event",
+// "query_event", "elapsed_ms", "begin_capture", "end_capture", "instantiate", "upload", "launch", "split".
+struct SimFault {
+  std::string operation;  // empty: any
+  int64_t at = 0;         // the how-manieth such call from now on fails, from 0
+  ErrorCode code = ErrorCode::kDevice;
+};
+
+class HEADRACE_API SimDevice : public Device {
+ public:
+  using Device::Device;
+  // The next matching call fails once, before it does anything. Several may be pending.
+  virtual void inject(SimFault fault) = 0;
+  // Work enqueued by the `at`-th such call from now on ("copy", "fill", "call", "launch") is held back until
+  // a wait demands it, whatever the schedule.
+  virtual void delay(const std::string& operation, int64_t at) = 0;
+  virtual void clear_faults() = 0;
+  // Calls so far, by operation; the empty name counts all.
+  virtual int64_t calls(const std::string& operation) const = 0;
+  // Operations that were enqueued and have not run.
+  virtual int64_t pending() const = 0;
+  // The order in which threads submitted operations: (number of the thread by first use, operation).
+  virtual std::vector<std::pair<int, std::string>> submissions() const = 0;
+  // The partition on which the host function that the calling thread runs now would have run; null outside
+  // one, or on the whole device. A graph keeps the partition it was captured in.
+  virtual PartitionRef current_partition() const = 0;
+};
+
+// A new device at each call, with memory, streams and a clock of its own.
+HEADRACE_API std::shared_ptr<SimDevice> make_sim_device(const SimOptions& options);
+
+// Whether the calling thread is inside a host function of a device.
+HEADRACE_API bool in_host_function();
+
+// The device that a live allocation belongs to, whichever it is; null for host memory.
+HEADRACE_API DeviceRef device_of(const void* address);
+
+// Counts of the calling thread, so that a call can say what it did. Monotonic.
+struct ThreadCounts {
+  int64_t synchronizations = 0;
+  int64_t driver_allocations = 0;
+  int64_t driver_frees = 0;
+  int64_t bytes_to_device = 0;
+  int64_t bytes_to_host = 0;
+};
+HEADRACE_API ThreadCounts& thread_counts();
+
+}  // namespace headrace
