@@ -23,7 +23,9 @@ Device::Device(std::string name, Backend backend, int ordinal)
     : name_(std::move(name)),
       backend_(backend),
       ordinal_(ordinal),
-      id_(backend == Backend::kCuda ? ordinal : next_id++) {}
+      id_(backend == Backend::kCuda ? ordinal : next_id++) {
+  remember_device(id_, name_);
+}
 
 Device::~Device() { forget_device(this); }
 
@@ -59,13 +61,37 @@ Result<StreamHandle> Device::create_stream(const StreamOptions& options) { retur
 Status Device::destroy_stream(StreamHandle stream) { return do_destroy_stream(normal(stream)); }
 Status Device::check_stream(StreamHandle stream) const { return do_check_stream(normal(stream)); }
 
+namespace {
+
+WaitHooks wait_hooks;
+
+// Around every wait on the host.
+class WaitScope {
+ public:
+  WaitScope() : state_(wait_hooks.before ? wait_hooks.before() : nullptr) {
+    ++thread_counts().synchronizations;
+  }
+  ~WaitScope() {
+    if (wait_hooks.after) wait_hooks.after(state_);
+  }
+  WaitScope(const WaitScope&) = delete;
+  WaitScope& operator=(const WaitScope&) = delete;
+
+ private:
+  void* state_;
+};
+
+}  // namespace
+
+void set_wait_hooks(WaitHooks hooks) { wait_hooks = hooks; }
+
 Status Device::synchronize(StreamHandle stream) {
-  ++thread_counts().synchronizations;
+  WaitScope waiting;
   return do_synchronize(normal(stream));
 }
 
 Status Device::synchronize() {
-  ++thread_counts().synchronizations;
+  WaitScope waiting;
   return do_synchronize();
 }
 
@@ -80,7 +106,7 @@ Status Device::record(Event& event, StreamHandle stream) { return do_record(even
 Status Device::wait(StreamHandle stream, Event& event) { return do_wait(normal(stream), event); }
 
 Status Device::synchronize(Event& event) {
-  ++thread_counts().synchronizations;
+  WaitScope waiting;
   return do_synchronize(event);
 }
 

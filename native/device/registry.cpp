@@ -19,6 +19,7 @@ struct Range {
 struct Registry {
   std::shared_mutex mutex;
   std::map<uintptr_t, Range> ranges;
+  std::map<int32_t, std::string> names;
 };
 
 // Never destroyed: buffers may be freed while the process ends.
@@ -40,9 +41,21 @@ void forget_allocation(void* data) {
   registry().ranges.erase(reinterpret_cast<uintptr_t>(data));
 }
 
+void remember_device(int32_t id, const std::string& name) {
+  std::unique_lock lock(registry().mutex);
+  registry().names[id] = name;
+}
+
 void forget_device(Device* device) {
   std::unique_lock lock(registry().mutex);
+  registry().names.erase(device->id());
   std::erase_if(registry().ranges, [&](const auto& item) { return item.second.device == device; });
+}
+
+std::string device_name_of(int32_t id) {
+  std::shared_lock lock(registry().mutex);
+  auto at = registry().names.find(id);
+  return at == registry().names.end() ? "device " + std::to_string(id) : at->second;
 }
 
 DeviceRef device_of(const void* address) {

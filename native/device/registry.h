@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <string>
 
 namespace headrace {
 
@@ -9,6 +11,7 @@ class Device;
 
 void remember_allocation(void* data, size_t nbytes, Device* device);
 void forget_allocation(void* data);
+void remember_device(int32_t id, const std::string& name);
 void forget_device(Device* device);
 
 }  // namespace headrace

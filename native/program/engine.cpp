@@ -9,6 +9,7 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "program/allocator.h"
 #include "program/log.h"
 
 // The stock wheel exports these from libexecutorch_threadpool.so and ships no header for them
@@ -37,12 +38,21 @@ std::atomic<int>& live_programs() {
 }
 
 Status initialize() {
+  static Status result;
   static std::once_flag once;
   std::call_once(once, [] {
     et::runtime_init();
     collect_engine_log();
+    if (et::get_backend_class("CudaBackend") != nullptr) {
+      result = Status(
+          ErrorCode::kEngine,
+          "expected an engine without a CUDA backend of its own, got 'CudaBackend' registered already; a "
+          "build of ExecuTorch for CUDA is loaded in this process: use the stock wheel of the package index");
+    } else {
+      result = register_allocator();
+    }
   });
-  return {};
+  return result;
 }
 
 int num_threads() {
@@ -109,9 +119,30 @@ Status check_delegate(const std::string& id, const std::string& where) {
   return status;
 }
 
+namespace {
+struct DataDelegates {
+  std::mutex mutex;
+  // XNNPACK's payload is a graph of known operators.
+  std::unordered_set<std::string> names{"XnnpackBackend"};
+};
+DataDelegates& data_delegates() {
+  static DataDelegates d;
+  return d;
+}
+}  // namespace
+
 bool payload_is_code(const std::string& id) {
-  // XNNPACK's payload is a graph of known operators; delegates written in Python say so themselves.
-  return id != "XnnpackBackend";
+  std::lock_guard lock(data_delegates().mutex);
+  return data_delegates().names.count(id) == 0;
+}
+
+void set_payload_is_code(const std::string& id, bool code) {
+  std::lock_guard lock(data_delegates().mutex);
+  if (code) {
+    data_delegates().names.erase(id);
+  } else {
+    data_delegates().names.insert(id);
+  }
 }
 
 namespace {

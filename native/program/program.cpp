@@ -56,6 +56,24 @@ Status check_external_data(const ProgramCore& core) {
   return {};
 }
 
+// Gives the program its device, and refuses what no device can do.
+Status check_device(ProgramCore& core) {
+  const std::string& name = core.file->name();
+  bool wanted = false;
+  for (const MethodPlan& method : core.plan.methods) {
+    if (!uses_device(method)) continue;
+    wanted = true;
+    if (Status status = check_placement(method, name + ", method '" + method.name + "'"); !status.ok())
+      return status;
+  }
+  if (core.device == nullptr && wanted) {
+    return Status(ErrorCode::kDevice,
+                  name + ": expected a device for its device memory, got none; name one when loading");
+  }
+  if (core.device == nullptr) core.device = cpu_device();
+  return {};
+}
+
 Status check_delegates_and_kernels(const ProgramCore& core, const LoadOptions& options) {
   const std::string& name = core.file->name();
   for (const MethodPlan& method : core.plan.methods) {
@@ -117,6 +135,7 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
   core->file = std::move(file);
   core->data = options.data;
   core->options = options.options;
+  core->device = options.device;
 
   core->loader =
       std::make_unique<executorch::extension::BufferDataLoader>(core->file->data(), core->file->size());
@@ -140,6 +159,7 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
     if (!entries.ok()) return entries.status();
     if (Status status = core->data_map.add(data->name(), std::move(*entries)); !status.ok()) return status;
   }
+  if (Status status = check_device(*core); !status.ok()) return status;
   if (Status status = check_external_data(*core); !status.ok()) return status;
   if (Status status = check_delegates_and_kernels(*core, options); !status.ok()) return status;
 

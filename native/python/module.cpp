@@ -4,7 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "headrace/program.h"
-#include "python/arrays.h"
+#include "python/objects.h"
 
 namespace headrace {
 namespace {
@@ -35,8 +35,9 @@ std::shared_ptr<const Bytes> bytes_of(nb::handle source, const char* what) {
 }
 
 std::shared_ptr<Program> load(nb::handle source, nb::sequence data, int instances, bool allow_native_code,
-                              nb::dict options) {
+                              nb::dict options, PyDeviceRef device) {
   LoadOptions load;
+  if (device) load.device = device->device;
   for (nb::handle d : data) load.data.push_back(bytes_of(d, "data file (bytes)"));
   load.instances = instances;
   load.allow_native_code = allow_native_code;
@@ -63,7 +64,7 @@ std::shared_ptr<Program> load(nb::handle source, nb::sequence data, int instance
   return *program;
 }
 
-nb::tuple call(Method& method, nb::tuple inputs, nb::object out, bool strict) {
+nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object out, bool strict) {
   const auto& infos = method.inputs();
   size_t count = inputs.size();
   std::vector<Value> values(count), given, outputs;
@@ -84,10 +85,21 @@ nb::tuple call(Method& method, nb::tuple inputs, nb::object out, bool strict) {
       }
     }
   }
+  CallOptions options;
+  options.strict = strict;
+  if (!stream.is_none()) {
+    StreamChoice choice = to_stream(stream, method.device(), "stream");
+    options.stream = choice.handle;
+    options.stream_device = choice.device;
+  }
+  // Foreign device memory stays for as long as work of this call may read it.
+  for (size_t i = 0; i < count; ++i) {
+    if (values[i].device != nullptr && !values[i].block && keep[i].is_valid()) values[i].keep = hold(keep[i]);
+  }
   Status status;
   {
     nb::gil_scoped_release release;
-    status = method.run(values, given, CallOptions{strict}, outputs);
+    status = method.run(values, given, options, outputs);
   }
   check(status);
   nb::object result = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(outputs.size())));
@@ -114,6 +126,17 @@ nb::dict describe_value(const ValueInfo& info) {
   return out;
 }
 
+nb::dict describe_stats(const CallStats& s) {
+  nb::dict out;
+  out["bytes_to_device"] = s.bytes_to_device;
+  out["bytes_to_host"] = s.bytes_to_host;
+  out["synchronizations"] = s.synchronizations;
+  out["driver_allocations"] = s.driver_allocations;
+  out["driver_frees"] = s.driver_frees;
+  out["repacked_bytes"] = s.repacked_bytes;
+  return out;
+}
+
 nb::list describe_all(const std::vector<ValueInfo>& infos) {
   nb::list out;
   for (const auto& info : infos) out.append(describe_value(info));
@@ -133,7 +156,9 @@ NB_MODULE(_core, m) {
   m.def("num_threads", &num_threads);
   m.def("set_num_threads", [](int count) { check(set_num_threads(count)); });
 
+  bind_objects(m);
   bind_buffer(m);
+  bind_delegates(m);
 
   nb::class_<Method>(m, "Method")
       .def_prop_ro("name", &Method::name)
@@ -147,24 +172,19 @@ NB_MODULE(_core, m) {
              }
              return out;
            })
+      .def_prop_ro("device", [](const Method& self) { return device_object(self.device()); })
       .def("stats",
            [](const Method& self) {
-             CallStats s = self.stats();
-             nb::dict out;
-             out["calls"] = s.calls;
-             out["bytes_to_device"] = s.bytes_to_device;
-             out["bytes_to_host"] = s.bytes_to_host;
-             out["synchronizations"] = s.synchronizations;
-             out["driver_allocations"] = s.driver_allocations;
-             out["driver_frees"] = s.driver_frees;
-             out["repacked_bytes"] = s.repacked_bytes;
-             return out;
+             CallStats last, total;
+             int64_t calls = self.stats(&last, &total);
+             return nb::make_tuple(calls, describe_stats(last), describe_stats(total));
            })
-      .def("call", &call, nb::arg("inputs"), nb::arg("out").none(), nb::arg("strict"));
+      .def("call", &call, nb::arg("inputs"), nb::arg("stream").none(), nb::arg("out").none(),
+           nb::arg("strict"));
 
   nb::class_<Program>(m, "Program")
       .def_static("load", &load, nb::arg("source"), nb::arg("data"), nb::arg("instances"),
-                  nb::arg("allow_native_code"), nb::arg("options"))
+                  nb::arg("allow_native_code"), nb::arg("options"), nb::arg("device").none())
       .def("method_names", &Program::method_names)
       .def("method", &Program::method)
       .def("memory",

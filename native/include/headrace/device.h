@@ -289,6 +289,18 @@ HEADRACE_API bool in_host_function();
 // The device that a live allocation belongs to, whichever it is; null for host memory.
 HEADRACE_API DeviceRef device_of(const void* address);
 
+// The name of the open device with this Device::id(), or "device N" where there is none.
+HEADRACE_API std::string device_name_of(int32_t id);
+
+// Called around every wait on the host, on the waiting thread; `after` gets what `before` returned. A
+// language run time gives up its lock here: host functions of the device may need it. Set once, before any
+// wait.
+struct WaitHooks {
+  void* (*before)() = nullptr;
+  void (*after)(void*) = nullptr;
+};
+HEADRACE_API void set_wait_hooks(WaitHooks hooks);
+
 // Counts of the calling thread, so that a call can say what it did. Monotonic.
 struct ThreadCounts {
   int64_t synchronizations = 0;
