@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "program/engine.h"
+#include "program/exit.h"
 #include "program/layout.h"
 #include "program/log.h"
 
@@ -84,6 +85,26 @@ std::string describe(const ValueInfo& info) {
   return out + "] on " + device_name(info.device);
 }
 
+bool bool_of(const ValueInfo& info) { return info.int_value != 0; }
+bool bool_of(const Value& value) { return value.bool_value; }
+
+// The number that is not a tensor, as text; empty for everything else.
+template <class T>
+std::string number(const T& value) {
+  char digits[32];
+  switch (value.kind) {
+    case Value::Kind::kInt:
+      return std::to_string(value.int_value);
+    case Value::Kind::kBool:
+      return bool_of(value) ? "True" : "False";
+    case Value::Kind::kDouble:
+      std::snprintf(digits, sizeof digits, "%.17g", value.double_value);
+      return digits;
+    default:
+      return "";
+  }
+}
+
 std::string describe(const Value& value) {
   return value.kind == Value::Kind::kTensor
              ? describe(value.tensor) + " on " + device_name(value.tensor.device)
@@ -102,13 +123,23 @@ struct Instance::TensorSlot {
   size_t scratch_capacity = 0;
 };
 
-Instance::Instance(const MethodPlan& plan) : plan_(plan) {
+Instance::Instance(const ProgramCore& core, const MethodPlan& plan) : core_(core), plan_(plan) {
   for (size_t i = 0; i < plan.inputs.size(); ++i) slots_.push_back(std::make_unique<TensorSlot>());
   for (int32_t value : plan.outputs) {
     const TensorPlan* t = plan.tensor_of(value);
     bool also_input = std::find(plan.inputs.begin(), plan.inputs.end(), value) != plan.inputs.end();
     bool twice = std::count(plan.outputs.begin(), plan.outputs.end(), value) > 1;
     output_is_caller_memory_.push_back(t != nullptr && t->storage == Storage::kNone && !also_input && !twice);
+  }
+  for (int32_t value : plan.inputs) {
+    // A kernel's result is its last argument.
+    bool written = false;
+    for (const auto& chain : plan.chains) {
+      for (const Instruction& in : chain) {
+        written |= in.kind == InstructionKind::kKernel && !in.args.empty() && in.args.back() == value;
+      }
+    }
+    input_is_written_.push_back(written);
   }
 }
 
@@ -136,14 +167,18 @@ Status Instance::allocate() {
 }
 
 Result<std::unique_ptr<Instance>> Instance::load(const ProgramCore& core, const MethodPlan& plan) {
-  std::unique_ptr<Instance> self(new Instance(plan));
+  std::unique_ptr<Instance> self(new Instance(core, plan));
   if (Status status = self->allocate(); !status.ok()) return status;
   self->planned_.emplace(et::Span<et::Span<uint8_t>>(self->spans_.data(), self->spans_.size()));
   self->memory_.emplace(&self->method_allocator_, &*self->planned_, &self->temp_allocator_);
+  if (Status status = self->load_method(); !status.ok()) return status;
+  return self;
+}
 
+Status Instance::load_method() {
   std::vector<std::vector<et::BackendOption>> storage;
   et::LoadBackendOptionsMap map;
-  for (const auto& [delegate, entries] : core.options) {
+  for (const auto& [delegate, entries] : core_.options) {
     auto& list = storage.emplace_back();
     for (const auto& [key, value] : entries) {
       et::BackendOption option;
@@ -167,13 +202,12 @@ Result<std::unique_ptr<Instance>> Instance::load(const ProgramCore& core, const 
   }
 
   LogScope log;
-  (void)core.data_map.take_missing();
-  auto method = core.program->load_method(plan.name.c_str(), &*self->memory_, nullptr,
-                                          core.data_map.empty() ? nullptr : &core.data_map,
-                                          core.options.empty() ? nullptr : &map);
+  (void)core_.data_map.take_missing();
+  auto method = core_.program->load_method(plan_.name.c_str(), &*memory_, nullptr, &core_.data_map,
+                                           core_.options.empty() ? nullptr : &map);
   if (!method.ok()) {
-    Status status = engine_status(method.error(), "loading", plan, log.take());
-    auto missing = core.data_map.take_missing();
+    Status status = engine_status(method.error(), "loading", plan_, log.take());
+    auto missing = core_.data_map.take_missing();
     if (missing.empty()) return status;
     std::string keys;
     for (const std::string& key : missing) keys += (keys.empty() ? "'" : ", '") + key + "'";
@@ -181,11 +215,24 @@ Result<std::unique_ptr<Instance>> Instance::load(const ProgramCore& core, const 
     named.log = status.log;
     return named;
   }
-  self->method_.emplace(std::move(*method));
-  return self;
+  method_.emplace(std::move(*method));
+  return {};
 }
 
-Status Instance::bind_input(size_t i, const Value& value, CallStats& stats) {
+// Loads the engine's method again over the same memory, so that what the program keeps between calls stays
+// as the torn call left it.
+Status Instance::mend() {
+  std::vector<std::vector<uint8_t>> kept;
+  for (const auto& span : spans_) kept.emplace_back(span.begin(), span.end());
+  method_.reset();
+  method_allocator_.reset();
+  Status status = load_method();
+  for (size_t b = 0; b < kept.size(); ++b) std::copy(kept[b].begin(), kept[b].end(), spans_[b].begin());
+  torn_ = !status.ok();
+  return status;
+}
+
+Status Instance::bind_input(size_t i, const Value& value, std::span<const Value> out, CallStats& stats) {
   et::EValue bound;
   switch (value.kind) {
     case Value::Kind::kTensor: {
@@ -198,7 +245,12 @@ Status Instance::bind_input(size_t i, const Value& value, CallStats& stats) {
       dense_strides(view.ndim, slot.sizes.data(), slot.dim_order.data(), slot.strides.data());
       void* data = view.data;
       size_t nbytes = view.nbytes();
-      if (!is_dense(view, slot.strides.data()) ||
+      bool aliased = plan.storage == Storage::kNone;
+      bool exposed =
+          aliased && (input_is_written_[i] || std::any_of(out.begin(), out.end(), [&](const Value& given) {
+                        return given.kind == Value::Kind::kTensor && overlaps(given.tensor, view);
+                      }));
+      if (exposed || !is_dense(view, slot.strides.data()) ||
           reinterpret_cast<uintptr_t>(data) % itemsize(view.dtype) != 0) {
         if (slot.scratch_capacity < nbytes) {
           slot.scratch.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (nbytes + 63) / 64 * 64)));
@@ -317,11 +369,6 @@ Status Instance::collect_output(size_t i, const Value* given, Ring& ring, Value&
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 Status Instance::execute() {
-  if (stuck_) {
-    return Status(ErrorCode::kDelegate, plan_.name +
-                                            ": an earlier call was stopped in the middle of a loop; load the "
-                                            "program again");
-  }
   LogScope log;
   et::Error error = et::Error::Ok;
   if (!plan_.loops) {
@@ -330,11 +377,12 @@ Status Instance::execute() {
     int64_t steps = 0;
     while ((error = method_->step()) == et::Error::Ok) {
       if (++steps < kMaxLoopSteps) continue;
-      stuck_ = true;  // the engine cannot leave a method in its middle
+      torn_ = true;
       return Status(ErrorCode::kDelegate, plan_.name + ": expected a loop to end within " +
                                               std::to_string(kMaxLoopSteps) + " instructions, got more");
     }
     if (error == et::Error::EndOfMethod) error = method_->reset_execution();
+    torn_ = error != et::Error::Ok;
   }
   if (error == et::Error::Ok) return {};
   return engine_status(error, "running", plan_, log.take());
@@ -343,8 +391,12 @@ Status Instance::execute() {
 
 Status Instance::run(std::span<const Value> inputs, std::span<const Value> out, Ring& ring,
                      std::vector<Value>& outputs, CallStats& stats) {
+  RunScope scope;
+  if (torn_) {
+    if (Status status = mend(); !status.ok()) return status;
+  }
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (Status status = bind_input(i, inputs[i], stats); !status.ok()) return status;
+    if (Status status = bind_input(i, inputs[i], out, stats); !status.ok()) return status;
   }
   outputs.clear();
   outputs.resize(plan_.outputs.size());
@@ -453,10 +505,8 @@ Status MethodPool::check_inputs(std::span<const Value> inputs) const {
                                            describe(want) + ", got " + describe(got) + what);
     };
     if (want.kind != got.kind) return wrong("");
-    if ((want.kind == Value::Kind::kInt && want.int_value != got.int_value) ||
-        (want.kind == Value::Kind::kBool && (want.int_value != 0) != got.bool_value) ||
-        (want.kind == Value::Kind::kDouble && want.double_value != got.double_value)) {
-      return wrong("; the program was exported for one value and accepts no other");
+    if (std::string only = number(want), given = number(got); only != given) {
+      return wrong(" " + given + "; the program was exported for " + only + " and accepts no other");
     }
     if (want.kind != Value::Kind::kTensor) continue;
     const TensorView& view = got.tensor;
@@ -526,6 +576,7 @@ Status MethodPool::close() {
     idle_.clear();
     busy_.clear();
   }
+  changed_.notify_all();  // other threads in close()
   return {};
 }
 

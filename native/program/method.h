@@ -52,13 +52,16 @@ class Instance {
 
  private:
   struct TensorSlot;  // the engine's view on one input of one call
-  explicit Instance(const MethodPlan& plan);
+  Instance(const ProgramCore& core, const MethodPlan& plan);
   Status allocate();
-  Status bind_input(size_t i, const Value& value, CallStats& stats);
+  Status load_method();
+  Status mend();
+  Status bind_input(size_t i, const Value& value, std::span<const Value> out, CallStats& stats);
   Status bind_output(size_t i, const Value* given, Ring& ring, Value& out);
   Status collect_output(size_t i, const Value* given, Ring& ring, Value& out);
   Status execute();
 
+  const ProgramCore& core_;
   const MethodPlan& plan_;
   struct Free {
     void operator()(uint8_t* p) const { std::free(p); }
@@ -71,8 +74,9 @@ class Instance {
   std::optional<executorch::runtime::Method> method_;
   std::vector<std::unique_ptr<TensorSlot>> slots_;
   std::vector<char>
-      output_is_caller_memory_;  // unplanned outputs, bound to a block or to `out` for each call
-  bool stuck_ = false;
+      output_is_caller_memory_;         // unplanned outputs, bound to a block or to `out` for each call
+  std::vector<char> input_is_written_;  // by the program itself: never the caller's memory
+  bool torn_ = false;  // a call ended in the middle of a loop, whose counters are now anything
 };
 
 class MethodPool {
