@@ -89,6 +89,11 @@ nb::tuple call(Method& method, nb::tuple inputs, nb::object out, bool strict) {
                                           Py_TYPE(out.ptr())->tp_name));
     }
     size_t given_count = nb::len(arrays);
+    if (given_count != method.outputs().size()) {
+      raise(Status(ErrorCode::kInput, method.name() + ", out: expected " +
+                                          std::to_string(method.outputs().size()) + " arrays, got " +
+                                          std::to_string(given_count)));
+    }
     keep.resize(count + given_count);
     for (size_t i = 0; i < given_count; ++i) {
       given.push_back(to_out(arrays[i], keep[count + i], method.name(), i));
