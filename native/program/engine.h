@@ -3,7 +3,6 @@
 
 #include <executorch/runtime/core/error.h>
 
-#include <atomic>
 #include <string>
 #include <vector>
 
@@ -12,8 +11,10 @@
 
 namespace headrace {
 
-// Programs alive in this process; the thread pool must not change under them.
-std::atomic<int>& live_programs();
+// Brackets a program's life: the thread pool must not change under it. The first waits for a change that is
+// under way.
+void program_begins();
+void program_ends();
 
 bool kernel_registered(const std::string& name);
 // kDelegateUnavailable: not registered, or registered and unavailable on this machine.

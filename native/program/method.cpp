@@ -6,6 +6,8 @@
 
 #include "headrace/caller_stream.h"
 #include "program/engine.h"
+#include "program/exit.h"
+#include "program/exit.h"
 #include "program/layout.h"
 #include "program/log.h"
 
@@ -85,6 +87,26 @@ std::string describe(const ValueInfo& info) {
   return out + "] on " + device_name(info.device);
 }
 
+bool bool_of(const ValueInfo& info) { return info.int_value != 0; }
+bool bool_of(const Value& value) { return value.bool_value; }
+
+// The number that is not a tensor, as text; empty for everything else.
+template <class T>
+std::string number(const T& value) {
+  char digits[32];
+  switch (value.kind) {
+    case Value::Kind::kInt:
+      return std::to_string(value.int_value);
+    case Value::Kind::kBool:
+      return bool_of(value) ? "True" : "False";
+    case Value::Kind::kDouble:
+      std::snprintf(digits, sizeof digits, "%.17g", value.double_value);
+      return digits;
+    default:
+      return "";
+  }
+}
+
 std::string describe(const Value& value) {
   return value.kind == Value::Kind::kTensor
              ? describe(value.tensor) + " on " + device_name(value.tensor.device)
@@ -121,6 +143,16 @@ Instance::Instance(const MethodPlan& plan, DeviceRef device, Shared& shared)
     bool twice = std::count(plan.outputs.begin(), plan.outputs.end(), value) > 1;
     output_is_caller_memory_.push_back(t != nullptr && t->storage == Storage::kNone && !also_input && !twice);
     output_is_final_.push_back(!read_later(value));
+  }
+  for (int32_t value : plan.inputs) {
+    // A kernel's result is its last argument.
+    bool written = false;
+    for (const auto& chain : plan.chains) {
+      for (const Instruction& in : chain) {
+        written |= in.kind == InstructionKind::kKernel && !in.args.empty() && in.args.back() == value;
+      }
+    }
+    input_is_written_.push_back(written);
   }
 }
 
@@ -204,7 +236,7 @@ Result<std::unique_ptr<Instance>> Instance::load(const ProgramCore& core, const 
 Status Instance::load_method(const ProgramCore& core) {
   std::vector<std::vector<et::BackendOption>> storage;
   et::LoadBackendOptionsMap map;
-  for (const auto& [delegate, entries] : core.options) {
+  for (const auto& [delegate, entries] : core_.options) {
     auto& list = storage.emplace_back();
     for (const auto& [key, value] : entries) {
       et::BackendOption option;
@@ -506,11 +538,6 @@ Status Instance::collect_output(size_t i, const Value* given, Call& call, Value&
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 Status Instance::execute() {
-  if (stuck_) {
-    return Status(ErrorCode::kDelegate, plan_.name +
-                                            ": an earlier call was stopped in the middle of a loop; load the "
-                                            "program again");
-  }
   LogScope log;
   et::Error error = et::Error::Ok;
   if (!plan_.loops) {
@@ -519,11 +546,12 @@ Status Instance::execute() {
     int64_t steps = 0;
     while ((error = method_->step()) == et::Error::Ok) {
       if (++steps < kMaxLoopSteps) continue;
-      stuck_ = true;  // the engine cannot leave a method in its middle
+      torn_ = true;
       return Status(ErrorCode::kDelegate, plan_.name + ": expected a loop to end within " +
                                               std::to_string(kMaxLoopSteps) + " instructions, got more");
     }
     if (error == et::Error::EndOfMethod) error = method_->reset_execution();
+    torn_ = error != et::Error::Ok;
   }
   if (error == et::Error::Ok) return {};
   return engine_status(error, "running", plan_, log.take());
@@ -732,10 +760,8 @@ Status MethodPool::check_inputs(std::span<const Value> inputs) const {
                                            describe(want) + ", got " + describe(got) + what);
     };
     if (want.kind != got.kind) return wrong("");
-    if ((want.kind == Value::Kind::kInt && want.int_value != got.int_value) ||
-        (want.kind == Value::Kind::kBool && (want.int_value != 0) != got.bool_value) ||
-        (want.kind == Value::Kind::kDouble && want.double_value != got.double_value)) {
-      return wrong("; the program was exported for one value and accepts no other");
+    if (std::string only = number(want), given = number(got); only != given) {
+      return wrong(" " + given + "; the program was exported for " + only + " and accepts no other");
     }
     if (want.kind != Value::Kind::kTensor) continue;
     const TensorView& view = got.tensor;
@@ -839,6 +865,7 @@ Status MethodPool::close() {
     idle_.clear();
     busy_.clear();
   }
+  changed_.notify_all();  // other threads in close()
   return {};
 }
 

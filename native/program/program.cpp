@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "program/engine.h"
+#include "program/exit.h"
 #include "program/log.h"
 #include "program/method.h"
 
@@ -12,8 +13,8 @@ namespace headrace {
 
 namespace et = executorch::runtime;
 
-ProgramCore::ProgramCore() { ++live_programs(); }
-ProgramCore::~ProgramCore() { --live_programs(); }
+ProgramCore::ProgramCore() { program_begins(); }
+ProgramCore::~ProgramCore() { program_ends(); }
 
 namespace {
 
@@ -21,6 +22,28 @@ std::string layout_text(const std::vector<int32_t>& sizes, DType dtype) {
   std::string out = dtype_name(dtype) + "[";
   for (size_t i = 0; i < sizes.size(); ++i) out += (i ? ", " : "") + std::to_string(sizes[i]);
   return out + "]";
+}
+
+// Method names are what callers ask by, so they must be text (RFC 3629) in every language.
+bool is_utf8(std::string_view text) {
+  for (size_t i = 0; i < text.size();) {
+    auto byte = [&](size_t k) { return i + k < text.size() ? static_cast<uint8_t>(text[i + k]) : 0u; };
+    size_t more = byte(0) < 0x80       ? 0
+                  : byte(0) >> 5 == 6  ? 1
+                  : byte(0) >> 4 == 14 ? 2
+                  : byte(0) >> 3 == 30 ? 3
+                                       : 4;
+    if (more == 4) return false;
+    uint32_t code = more ? byte(0) & (0x3fu >> more) : byte(0);
+    for (size_t k = 1; k <= more; ++k) {
+      if (byte(k) >> 6 != 2) return false;
+      code = code << 6 | (byte(k) & 0x3fu);
+    }
+    constexpr uint32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
+    if (code < kLeast[more] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return false;
+    i += more + 1;
+  }
+  return true;
 }
 
 // Every tensor that lives in a data file must be there, with the layout that the program was built for.
@@ -131,6 +154,7 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
     return Status(ErrorCode::kOption,
                   "instances: expected a count between 1 and 1024, got " + std::to_string(options.instances));
   }
+  arm_exit_gate();
   auto core = std::make_shared<ProgramCore>();
   core->file = std::move(file);
   core->data = options.data;
@@ -142,6 +166,11 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
   auto plan = read_program({core->file->data(), core->file->size(), core->file->name()});
   if (!plan.ok()) return plan.status();
   core->plan = std::move(*plan);
+  for (const MethodPlan& method : core->plan.methods) {
+    if (is_utf8(method.name)) continue;
+    return Status(ErrorCode::kProgram, core->file->name() + ": expected method names in UTF-8, got '" +
+                                           method.name + "'; the file is damaged, export it again");
+  }
   {
     LogScope log;
     auto program = et::Program::load(core->loader.get(), et::Program::Verification::InternalConsistency);
@@ -175,6 +204,11 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
 
 Program::~Program() = default;
 
+std::shared_ptr<ProgramCore> Program::core() const {
+  std::lock_guard lock(mutex_);
+  return core_;
+}
+
 std::vector<std::string> Program::method_names() const {
   std::vector<std::string> names;
   for (const auto& pool : pools_) names.push_back(pool->name());
@@ -190,9 +224,10 @@ std::shared_ptr<Method> Program::method(const std::string& name) const {
 
 std::vector<MemoryUse> Program::memory() const {
   std::vector<MemoryUse> out;
-  if (core_ == nullptr) return out;
-  out.push_back({"program", "", -1, {}, core_->file->size()});
-  for (const auto& data : core_->data) out.push_back({"data", "", -1, {}, data->size()});
+  std::shared_ptr<ProgramCore> core = this->core();
+  if (core == nullptr) return out;
+  out.push_back({"program", "", -1, {}, core->file->size()});
+  for (const auto& data : core->data) out.push_back({"data", "", -1, {}, data->size()});
   for (const auto& pool : pools_) pool->memory(out);
   return out;
 }
@@ -201,7 +236,9 @@ Status Program::close() {
   for (const auto& pool : pools_) {
     if (Status status = pool->close(); !status.ok()) return status;
   }
-  core_.reset();
+  std::shared_ptr<ProgramCore> core;
+  std::lock_guard lock(mutex_);
+  core.swap(core_);
   return {};
 }
 

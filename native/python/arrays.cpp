@@ -99,6 +99,19 @@ bool from_numpy_type(int type, DType& dtype) {
   raise(Status(ErrorCode::kInput, method + ", " + role + " " + std::to_string(index) + ": " + what));
 }
 
+// The InputError for an argument whose own protocol raised `e`.
+[[noreturn]] void refused(nb::python_error& e, const std::string& expected, const std::string& method,
+                          const char* role, size_t index) {
+  std::string what = "expected " + expected + ", got ";
+  what += nb::type_name(e.type()).c_str();
+  nb::object text = nb::steal(PyObject_Str(e.value().ptr()));
+  if (text.is_valid()) {
+    if (const char* utf8 = PyUnicode_AsUTF8(text.ptr())) what += std::string(": ") + utf8;
+  }
+  PyErr_Clear();
+  bad_input(method, role, index, what);
+}
+
 // Reads the view of a NumPy array; false, with `what` set, where it cannot be read as it is.
 bool view_numpy(PyArrayObject* array, TensorView& view, std::string& what) {
   int ndim = PyArray_NDIM(array);
@@ -288,10 +301,12 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
     return value;
   }
   if (o == Py_None) return value;
-  if (expected == Value::Kind::kTensor && PyArray_CheckScalar(o)) {
-    keep = nb::steal(PyArray_FromScalar(o, nullptr));
+  if (PyArray_IsScalar(o, Generic)) {
+    // A NumPy scalar is a 0-d array, or the Python number that a method takes there.
+    keep =
+        expected == Value::Kind::kTensor ? nb::steal(PyArray_FromScalar(o, nullptr)) : object.attr("item")();
     if (!keep.is_valid()) nb::raise_python_error();
-    return to_value(keep, expected, keep, method, role, index);
+    if (!PyArray_IsScalar(keep.ptr(), Generic)) return to_value(keep, expected, keep, method, role, index);
   }
   if (PyBool_Check(o)) {
     value.kind = Value::Kind::kBool;
@@ -313,32 +328,69 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
     return value;
   }
   if (PyUnicode_Check(o)) {
+    Py_ssize_t size = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(o, &size);
+    if (text == nullptr) {
+      PyErr_Clear();
+      bad_input(method, role, index, "expected text, got a str with lone surrogates");
+    }
     value.kind = Value::Kind::kString;
-    value.string_value = nb::cast<std::string>(object);
+    value.string_value.assign(text, static_cast<size_t>(size));
     return value;
   }
   if (nb::hasattr(object, "__dlpack__")) {
     try {
       keep = object.attr("__dlpack__")();
     } catch (nb::python_error& e) {
-      bad_input(method, role, index,
-                std::string("expected an array that gives itself by DLPack, got ") + e.what());
+      refused(e, "an array that gives itself by DLPack", method, role, index);
+    }
+    if (!PyCapsule_IsValid(keep.ptr(), "dltensor")) {
+      bad_input(
+          method, role, index,
+          "expected a capsule 'dltensor' from __dlpack__, got " + std::string(Py_TYPE(keep.ptr())->tp_name));
     }
     // The capsule stays as it is: whoever made it frees the tensor when the capsule goes.
     auto* managed = static_cast<dl::ManagedTensor*>(PyCapsule_GetPointer(keep.ptr(), "dltensor"));
-    if (managed == nullptr) nb::raise_python_error();
     value.kind = Value::Kind::kTensor;
     if (!view_dlpack(managed->tensor, value.tensor, what)) bad_input(method, role, index, what);
     return value;
   }
   if (nb::hasattr(object, "__array_interface__")) {
     keep = nb::steal(PyArray_FROM_O(o));
-    if (!keep.is_valid()) nb::raise_python_error();
+    if (!keep.is_valid()) {
+      nb::python_error e;
+      refused(e, "an array that gives itself by the array interface", method, role, index);
+    }
     return to_value(keep, expected, keep, method, role, index);
   }
   bad_input(method, role, index,
             "expected an array (NumPy, DLPack or the array interface) or a number, got " +
                 std::string(Py_TYPE(o)->tp_name) + "; convert it with numpy.asarray");
+}
+
+Value to_out(nb::handle object, nb::object& keep, const std::string& method, size_t index) {
+  Value value = to_value(object, Value::Kind::kTensor, keep, method, "out", index);
+  if (value.kind != Value::Kind::kTensor) return value;
+  PyObject* array = PyArray_Check(object.ptr()) ? object.ptr() : keep.ptr();
+  if (PyArray_IsScalar(object.ptr(), Generic) ||
+      (array != nullptr && PyArray_Check(array) && !PyArray_ISWRITEABLE((PyArrayObject*)array))) {
+    bad_input(method, "out", index, "expected an array that can be written, got a read-only one");
+  }
+  for (size_t d = 0; d < static_cast<size_t>(value.tensor.ndim); ++d) {
+    if (value.tensor.sizes[d] > 1 && value.tensor.strides_bytes[d] == 0) {
+      bad_input(method, "out", index,
+                "expected memory of its own for every element, got a stride of 0 in dimension " +
+                    std::to_string(d));
+    }
+  }
+  return value;
+}
+
+nb::object text_of(const std::string& bytes) {
+  PyObject* text =
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");
+  if (text == nullptr) nb::raise_python_error();
+  return nb::steal(text);
 }
 
 nb::object from_value(Value& value) {
@@ -352,7 +404,7 @@ nb::object from_value(Value& value) {
     case Value::Kind::kBool:
       return nb::bool_(value.bool_value);
     case Value::Kind::kString:
-      return nb::str(value.string_value.c_str(), value.string_value.size());
+      return text_of(value.string_value);
     case Value::Kind::kTensor:
       break;
   }
@@ -384,12 +436,10 @@ void raise(const Status& status) {
                                            "CaptureError",        "EngineError"};
   nb::object cls = nb::module_::import_("headrace.errors").attr(kNames[static_cast<size_t>(status.code())]);
   nb::list log;
-  for (const std::string& line : status.log) log.append(nb::str(line.c_str(), line.size()));
+  for (const std::string& line : status.log) log.append(text_of(line));
   nb::dict kwargs;
   kwargs["log"] = log;
-  auto text = [](const std::string& s) {
-    return s.empty() ? nb::object(nb::none()) : nb::object(nb::str(s.c_str(), s.size()));
-  };
+  auto text = [](const std::string& s) { return s.empty() ? nb::object(nb::none()) : text_of(s); };
   if (status.code() == ErrorCode::kDelegate || status.code() == ErrorCode::kDelegateUnavailable) {
     kwargs["delegate"] = text(status.delegate);
     kwargs["method"] = text(status.method);
@@ -398,7 +448,7 @@ void raise(const Status& status) {
   if (status.code() == ErrorCode::kDevice || status.code() == ErrorCode::kOutOfDeviceMemory) {
     kwargs["device"] = text(status.device);
   }
-  nb::object error = cls(nb::str(status.message().c_str(), status.message().size()), **kwargs);
+  nb::object error = cls(text_of(status.message()), **kwargs);
   if (nb::object cause = take_parked(); cause.is_valid()) {
     if (!PyObject_IsInstance(cause.ptr(), PyExc_Exception)) {
       // KeyboardInterrupt and SystemExit are not the delegate's to fail with.

@@ -32,6 +32,13 @@ struct Buffer {
 Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const std::string& method,
                const char* role, size_t index);
 
+// As to_value, for an array that the method writes to: an InputError too where it must not be written, or
+// where one element stands for several.
+Value to_out(nb::handle object, nb::object& keep, const std::string& method, size_t index);
+
+// A str of bytes that should be UTF-8, but come from a file or a path: what is not becomes "\\xff".
+nb::object text_of(const std::string& bytes);
+
 // An output: a NumPy array over its block, a Buffer for device memory and where NumPy lacks the dtype, a
 // number as it is.
 nb::object from_value(Value& value);

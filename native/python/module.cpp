@@ -4,7 +4,12 @@
 #include <nanobind/stl/vector.h>
 
 #include "headrace/program.h"
+<<<<<<< HEAD
 #include "python/objects.h"
+=======
+#include "python/arrays.h"
+#include "python/gil.h"
+>>>>>>> first-run
 
 namespace headrace {
 namespace {
@@ -12,7 +17,11 @@ namespace {
 std::shared_ptr<const Bytes> bytes_of(nb::handle source, const char* what) {
   if (PyObject_CheckBuffer(source.ptr())) {
     Py_buffer view;
-    if (PyObject_GetBuffer(source.ptr(), &view, PyBUF_C_CONTIGUOUS) < 0) nb::raise_python_error();
+    if (PyObject_GetBuffer(source.ptr(), &view, PyBUF_C_CONTIGUOUS) < 0) {
+      PyErr_Clear();
+      raise(Status(ErrorCode::kProgram, std::string(what) + ": expected contiguous memory, got a buffer with "
+                                                            "gaps; pass bytes() of it"));
+    }
     auto copied = Bytes::copy(view.buf, static_cast<size_t>(view.len), what);
     PyBuffer_Release(&view);
     check(copied.status());
@@ -25,9 +34,12 @@ std::shared_ptr<const Bytes> bytes_of(nb::handle source, const char* what) {
     if (!path.is_valid()) nb::raise_python_error();
   }
   std::string text(PyBytes_AS_STRING(path.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(path.ptr())));
+  if (text.find('\0') != std::string::npos) {
+    raise(Status(ErrorCode::kProgram, text + ": expected a path, got one with a null character"));
+  }
   Result<std::shared_ptr<const Bytes>> file = Status();
   {
-    nb::gil_scoped_release release;
+    GilRelease release;
     file = Bytes::read(text);
   }
   check(file.status());
@@ -57,7 +69,7 @@ std::shared_ptr<Program> load(nb::handle source, nb::sequence data, int instance
   auto file = bytes_of(source, "program (bytes)");
   Result<std::shared_ptr<Program>> program = Status();
   {
-    nb::gil_scoped_release release;
+    GilRelease release;
     program = Program::load(std::move(file), std::move(load));
   }
   check(program.status());
@@ -73,16 +85,23 @@ nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object o
     Value::Kind expected = i < infos.size() ? infos[i].kind : Value::Kind::kTensor;
     values[i] = to_value(inputs[i], expected, keep[i], method.name(), "input", i);
   }
-  nb::object out_keep;
+  nb::object arrays;  // what `out` gave, as a tuple
   if (!out.is_none()) {
-    nb::tuple arrays(out);
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      given.push_back(to_value(arrays[i], Value::Kind::kTensor, out_keep, method.name(), "out", i));
-      if (nb::hasattr(arrays[i], "flags") && !nb::cast<bool>(arrays[i].attr("flags").attr("writeable"))) {
-        raise(Status(ErrorCode::kInput, method.name() + ", out " + std::to_string(i) +
-                                            ": expected an array that can be "
-                                            "written, got a read-only one"));
-      }
+    arrays = nb::steal(PySequence_Tuple(out.ptr()));
+    if (!arrays.is_valid()) {
+      PyErr_Clear();
+      raise(Status(ErrorCode::kInput, method.name() + ", out: expected a sequence of arrays, got " +
+                                          Py_TYPE(out.ptr())->tp_name));
+    }
+    size_t given_count = nb::len(arrays);
+    if (given_count != method.outputs().size()) {
+      raise(Status(ErrorCode::kInput, method.name() + ", out: expected " +
+                                          std::to_string(method.outputs().size()) + " arrays, got " +
+                                          std::to_string(given_count)));
+    }
+    keep.resize(count + given_count);
+    for (size_t i = 0; i < given_count; ++i) {
+      given.push_back(to_out(arrays[i], keep[count + i], method.name(), i));
     }
   }
   CallOptions options;
@@ -98,14 +117,19 @@ nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object o
   }
   Status status;
   {
+<<<<<<< HEAD
     nb::gil_scoped_release release;
     status = method.run(values, given, options, outputs);
+=======
+    GilRelease release;
+    status = method.run(values, given, CallOptions{strict}, outputs);
+>>>>>>> first-run
   }
   check(status);
   nb::object result = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(outputs.size())));
   for (size_t i = 0; i < outputs.size(); ++i) {
     bool callers = i < given.size() && given[i].kind != Value::Kind::kNone;
-    nb::object item = callers ? nb::object(out[i]) : from_value(outputs[i]);
+    nb::object item = callers ? nb::object(arrays[i]) : from_value(outputs[i]);
     PyTuple_SET_ITEM(result.ptr(), static_cast<Py_ssize_t>(i), item.release().ptr());
   }
   return nb::borrow<nb::tuple>(result);
@@ -115,7 +139,7 @@ nb::dict describe_value(const ValueInfo& info) {
   static constexpr const char* kKinds[] = {"none", "tensor", "int", "float", "bool", "string"};
   nb::dict out;
   out["kind"] = kKinds[static_cast<size_t>(info.kind)];
-  out["name"] = info.name;
+  out["name"] = text_of(info.name);
   if (info.kind == Value::Kind::kTensor) {
     out["dtype"] = dtype_name(info.dtype);
     out["shape"] = nb::tuple(nb::cast(info.shape));
@@ -168,7 +192,7 @@ NB_MODULE(_core, m) {
            [](const Method& self) {
              nb::list out;
              for (const IslandInfo& i : self.islands()) {
-               out.append(nb::make_tuple(i.index, i.delegate, i.payload_nbytes, i.num_args));
+               out.append(nb::make_tuple(i.index, text_of(i.delegate), i.payload_nbytes, i.num_args));
              }
              return out;
            })
@@ -199,7 +223,7 @@ NB_MODULE(_core, m) {
       .def("close", [](Program& self) {
         Status status;
         {
-          nb::gil_scoped_release release;
+          GilRelease release;
           status = self.close();
         }
         check(status);

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import EngineError
+from .errors import EngineError, OptionError
 
 __all__ = ["Engine", "engine", "num_threads", "set_num_threads"]
 
@@ -158,4 +158,8 @@ def set_num_threads(count: int) -> None:
     Raises:
         OptionError: the count is out of range, or a program is loaded.
     """
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise OptionError(f"num_threads: expected an int, got {type(count).__name__}")
+    if not 1 <= count <= 1024:
+        raise OptionError(f"num_threads: expected a count between 1 and 1024, got {count}")
     core.set_num_threads(count)

@@ -11,7 +11,7 @@ for what lies on a device.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -244,6 +244,7 @@ class Program(Mapping[str, Method]):
 
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview
+_SOURCES = (str, os.PathLike, bytes, bytearray, memoryview)
 
 
 def load(
@@ -281,13 +282,28 @@ def load(
         OutOfDeviceMemory: there is no room for the planned memory.
         DeviceError: there is no such device, or the program needs one and there is none.
     """
-    files = [data] if isinstance(data, str | os.PathLike | bytes | bytearray | memoryview) else list(data)
+    if not isinstance(source, _SOURCES):
+        raise ProgramError(f"expected a path or bytes, got {type(source).__name__}")
+    files = [data] if isinstance(data, _SOURCES) else list(data) if isinstance(data, Iterable) else [data]
+    for file in files:
+        if not isinstance(file, _SOURCES):
+            raise ProgramError(f"data: expected paths or bytes, got {type(file).__name__}")
     if not isinstance(instances, int) or isinstance(instances, bool):
         raise OptionError(f"instances: expected an int, got {type(instances).__name__}")
+    if not 1 <= instances <= 1024:
+        raise OptionError(f"instances: expected a count between 1 and 1024, got {instances}")
+    if not isinstance(allow_native_code, bool):
+        raise OptionError(f"allow_native_code: expected a bool, got {type(allow_native_code).__name__}")
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f"options: expected a mapping, got {type(options).__name__}")
     for delegate, entries in (options or {}).items():
+        if not isinstance(delegate, str):
+            raise OptionError(f"options: expected the names of delegates, got {delegate!r}")
         if not isinstance(entries, Mapping):
             raise OptionError(f"options of {delegate!r}: expected a mapping, got {type(entries).__name__}")
         for key, value in entries.items():
+            if not isinstance(key, str):
+                raise OptionError(f"options of {delegate!r}: expected names, got {key!r}")
             if not isinstance(value, bool | int | str):
                 raise OptionError(
                     f"options of {delegate!r}: expected a bool, int or str for {key!r}, got {type(value).__name__}"
@@ -296,11 +312,14 @@ def load(
                 raise OptionError(
                     f"options of {delegate!r}: expected an int of 32 bits for {key!r}, got {value}"
                 )
+<<<<<<< HEAD
     if not isinstance(source, str | os.PathLike | bytes | bytearray | memoryview):
         raise ProgramError(f"expected a path or bytes, got {type(source).__name__}")
     where = open_device(device) if isinstance(device, str) else device
     if where is not None and not isinstance(where, Device):
         raise OptionError(f"device: expected a Device or a name such as 'sim', got {type(where).__name__}")
+=======
+>>>>>>> first-run
     native = core.Program.load(
         source, files, instances, allow_native_code, {k: dict(v) for k, v in (options or {}).items()}, where
     )

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -170,7 +171,9 @@ class HEADRACE_API Program {
 
  private:
   Program() = default;
-  std::shared_ptr<ProgramCore> core_;
+  std::shared_ptr<ProgramCore> core() const;
+  mutable std::mutex mutex_;
+  std::shared_ptr<ProgramCore> core_;  // null once closed
   std::vector<std::shared_ptr<MethodPool>> pools_;
 };
 
