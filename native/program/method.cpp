@@ -7,7 +7,6 @@
 #include "headrace/caller_stream.h"
 #include "program/engine.h"
 #include "program/exit.h"
-#include "program/exit.h"
 #include "program/layout.h"
 #include "program/log.h"
 
@@ -108,9 +107,8 @@ std::string number(const T& value) {
 }
 
 std::string describe(const Value& value) {
-  return value.kind == Value::Kind::kTensor
-             ? describe(value.tensor) + " on " + device_name(value.tensor.device)
-             : name_of(value.kind);
+  if (value.kind != Value::Kind::kTensor) return name_of(value.kind);
+  return describe(value.tensor) + " on " + (value.device ? value.device->name() : "cpu");
 }
 
 }  // namespace
@@ -126,6 +124,7 @@ struct Instance::TensorSlot {
 };
 
 struct Instance::Call {
+  std::span<const Value> out;
   const Settled& settled;
   bool strict;
   CallStats& stats;
@@ -134,8 +133,8 @@ struct Instance::Call {
   std::vector<std::shared_ptr<void>> keeps;
 };
 
-Instance::Instance(const MethodPlan& plan, DeviceRef device, Shared& shared)
-    : plan_(plan), device_(std::move(device)), shared_(shared), uses_device_(uses_device(plan)) {
+Instance::Instance(const ProgramCore& core, const MethodPlan& plan, Shared& shared)
+    : core_(core), plan_(plan), device_(core.device), shared_(shared), uses_device_(uses_device(plan)) {
   for (size_t i = 0; i < plan.inputs.size(); ++i) slots_.push_back(std::make_unique<TensorSlot>());
   for (int32_t value : plan.outputs) {
     const TensorPlan* t = plan.tensor_of(value);
@@ -222,18 +221,18 @@ Status Instance::allocate() {
 
 Result<std::unique_ptr<Instance>> Instance::load(const ProgramCore& core, const MethodPlan& plan,
                                                  Shared& shared) {
-  std::unique_ptr<Instance> self(new Instance(plan, core.device, shared));
+  std::unique_ptr<Instance> self(new Instance(core, plan, shared));
   if (Status status = self->allocate(); !status.ok()) return status;
   self->planned_.emplace(
       et::Span<et::Span<uint8_t>>(self->spans_.data(), self->spans_.size()),
       et::Span<const et::etensor::Device>(self->span_devices_.data(),
                                           self->uses_device_ ? self->span_devices_.size() : 0));
   self->memory_.emplace(&self->method_allocator_, &*self->planned_, &self->temp_allocator_);
-  if (Status status = self->load_method(core); !status.ok()) return status;
+  if (Status status = self->load_method(); !status.ok()) return status;
   return self;
 }
 
-Status Instance::load_method(const ProgramCore& core) {
+Status Instance::load_method() {
   std::vector<std::vector<et::BackendOption>> storage;
   et::LoadBackendOptionsMap map;
   for (const auto& [delegate, entries] : core_.options) {
@@ -263,10 +262,10 @@ Status Instance::load_method(const ProgramCore& core) {
   LoadScope loading(plan_, islands);
   CallContext context;
   DeviceGuard guard(device_, kPerThreadStream, &context);
-  (void)core.data_map.take_missing();
-  auto method = core.program->load_method(plan_.name.c_str(), &*memory_, nullptr,
-                                          core.data_map.empty() ? nullptr : &core.data_map,
-                                          core.options.empty() ? nullptr : &map);
+  (void)core_.data_map.take_missing();
+  auto method = core_.program->load_method(plan_.name.c_str(), &*memory_, nullptr,
+                                          &core_.data_map,
+                                          core_.options.empty() ? nullptr : &map);
   if (method.ok()) {
     method_.emplace(std::move(*method));
     return {};
@@ -276,7 +275,7 @@ Status Instance::load_method(const ProgramCore& core) {
     context.failure.log.insert(context.failure.log.end(), status.log.begin(), status.log.end());
     return context.failure;
   }
-  auto missing = core.data_map.take_missing();
+  auto missing = core_.data_map.take_missing();
   if (missing.empty()) return status;
   std::string keys;
   for (const std::string& key : missing) keys += (keys.empty() ? "'" : ", '") + key + "'";
@@ -285,12 +284,35 @@ Status Instance::load_method(const ProgramCore& core) {
   return named;
 }
 
+// Loads the engine's method again over the same memory, so that what the program keeps between calls stays as the
+// torn call left it.
+Status Instance::mend() {
+  std::vector<std::vector<uint8_t>> kept;
+  for (size_t b = 0; b < spans_.size(); ++b) {
+    bool host = device_->backend() == Backend::kCpu || span_devices_[b].is_cpu();
+    kept.emplace_back(spans_[b].begin(), host ? spans_[b].end() : spans_[b].begin());
+  }
+  method_.reset();
+  method_allocator_.reset();
+  Status status = load_method();
+  for (size_t b = 0; b < kept.size(); ++b) std::copy(kept[b].begin(), kept[b].end(), spans_[b].begin());
+  torn_ = !status.ok();
+  return status;
+}
+
 // Host memory in the program's layout: the caller's own where it fits, else a copy.
 Status Instance::dense_on_host(size_t i, const TensorView& view, Call& call, void*& data) {
   TensorSlot& slot = *slots_[i];
   data = view.data;
-  if (is_dense(view, slot.strides.data()) && reinterpret_cast<uintptr_t>(data) % itemsize(view.dtype) == 0)
+  // The engine reads an unplanned input in place: not where the program writes it, or an output lies over it.
+  bool aliased = plan_.tensor_of(plan_.inputs[i])->storage == Storage::kNone;
+  bool exposed = aliased && (input_is_written_[i] || std::any_of(call.out.begin(), call.out.end(), [&](const Value& given) {
+                               return given.kind == Value::Kind::kTensor && overlaps(given.tensor, view);
+                             }));
+  if (!exposed && is_dense(view, slot.strides.data()) &&
+      reinterpret_cast<uintptr_t>(data) % itemsize(view.dtype) == 0) {
     return {};
+  }
   size_t nbytes = view.nbytes();
   if (slot.scratch_capacity < nbytes) {
     slot.scratch.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (nbytes + 63) / 64 * 64)));
@@ -597,7 +619,11 @@ Status Instance::finish(Call& call) {
 
 Status Instance::run(std::span<const Value> inputs, std::span<const Value> out, const Settled& settled,
                      bool strict, std::vector<Value>& outputs, CallStats& stats) {
-  Call call{settled, strict, stats, {}, {}, {}, {}};
+  RunScope scope;
+  if (torn_) {
+    if (Status status = mend(); !status.ok()) return status;
+  }
+  Call call{out, settled, strict, stats, {}, {}, {}, {}};
   // On the cpu device everything is done when a function returns.
   bool ordered = uses_device_ && device_->backend() != Backend::kCpu;
   std::optional<DeviceGuard> guard;

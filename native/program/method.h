@@ -71,11 +71,11 @@ class Instance {
 
  private:
   struct TensorSlot;  // the engine's view on one input of one call
-<<<<<<< HEAD
   struct Call;        // what one call gathers
-  Instance(const MethodPlan& plan, DeviceRef device, Shared& shared);
+  Instance(const ProgramCore& core, const MethodPlan& plan, Shared& shared);
   Status allocate();
-  Status load_method(const ProgramCore& core);
+  Status load_method();
+  Status mend();
   Status bind_input(size_t i, const Value& value, Call& call);
   Status bind_tensor(size_t i, const Value& value, Call& call);
   Status stage_in(size_t i, const TensorView& view, Call& call, void*& data);
@@ -83,15 +83,6 @@ class Instance {
   Status dense_on_host(size_t i, const TensorView& view, Call& call, void*& data);
   Status bind_output(size_t i, const Value* given, Call& call, Value& out);
   Status collect_output(size_t i, const Value* given, Call& call, Value& out);
-=======
-  Instance(const ProgramCore& core, const MethodPlan& plan);
-  Status allocate();
-  Status load_method();
-  Status mend();
-  Status bind_input(size_t i, const Value& value, std::span<const Value> out, CallStats& stats);
-  Status bind_output(size_t i, const Value* given, Ring& ring, Value& out);
-  Status collect_output(size_t i, const Value* given, Ring& ring, Value& out);
->>>>>>> first-run
   Status execute();
   Status begin(Call& call);
   Status finish(Call& call);
@@ -118,19 +109,14 @@ class Instance {
   std::optional<executorch::runtime::Method> method_;
   std::vector<std::unique_ptr<TensorSlot>> slots_;
   std::vector<char>
-<<<<<<< HEAD
-      output_is_caller_memory_;        // unplanned outputs, bound to a block or to `out` for each call
-  std::vector<char> output_is_final_;  // no instruction reads the output after the one that makes it
-  bool stuck_ = false;
+      output_is_caller_memory_;         // unplanned outputs, bound to a block or to `out` for each call
+  std::vector<char> output_is_final_;   // no instruction reads the output after the one that makes it
+  std::vector<char> input_is_written_;  // by the program itself: never the caller's memory
+  bool torn_ = false;                   // a call ended in the middle of a loop, whose counters are now anything
 
   EventRef last_;            // behind the work of the last call, where it may still run
   bool host_reads_ = false;  // that work reads planned host memory
   std::vector<std::pair<EventRef, std::shared_ptr<void>>> kept_;  // foreign memory that work in flight reads
-=======
-      output_is_caller_memory_;         // unplanned outputs, bound to a block or to `out` for each call
-  std::vector<char> input_is_written_;  // by the program itself: never the caller's memory
-  bool torn_ = false;  // a call ended in the middle of a loop, whose counters are now anything
->>>>>>> first-run
 };
 
 class MethodPool {

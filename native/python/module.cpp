@@ -4,12 +4,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "headrace/program.h"
-<<<<<<< HEAD
-#include "python/objects.h"
-=======
-#include "python/arrays.h"
 #include "python/gil.h"
->>>>>>> first-run
+#include "python/objects.h"
 
 namespace headrace {
 namespace {
@@ -117,13 +113,8 @@ nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object o
   }
   Status status;
   {
-<<<<<<< HEAD
-    nb::gil_scoped_release release;
-    status = method.run(values, given, options, outputs);
-=======
     GilRelease release;
-    status = method.run(values, given, CallOptions{strict}, outputs);
->>>>>>> first-run
+    status = method.run(values, given, options, outputs);
   }
   check(status);
   nb::object result = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(outputs.size())));

@@ -312,14 +312,9 @@ def load(
                 raise OptionError(
                     f"options of {delegate!r}: expected an int of 32 bits for {key!r}, got {value}"
                 )
-<<<<<<< HEAD
-    if not isinstance(source, str | os.PathLike | bytes | bytearray | memoryview):
-        raise ProgramError(f"expected a path or bytes, got {type(source).__name__}")
     where = open_device(device) if isinstance(device, str) else device
     if where is not None and not isinstance(where, Device):
         raise OptionError(f"device: expected a Device or a name such as 'sim', got {type(where).__name__}")
-=======
->>>>>>> first-run
     native = core.Program.load(
         source, files, instances, allow_native_code, {k: dict(v) for k, v in (options or {}).items()}, where
     )
