@@ -19,8 +19,7 @@ using executorch::aten::TensorImpl;
 
 namespace {
 
-// A loop in a program may run as long as it likes, but not for ever: about a minute of the cheapest steps.
-constexpr int64_t kMaxLoopSteps = 1'000'000'000;
+constexpr size_t kArenaAlignment = 64;
 
 ValueInfo describe_value(const MethodPlan& plan, int32_t value) {
   const ValuePlan& v = plan.values[static_cast<size_t>(value)];
@@ -140,7 +139,9 @@ Instance::Instance(const ProgramCore& core, const MethodPlan& plan, Shared& shar
     const TensorPlan* t = plan.tensor_of(value);
     bool also_input = std::find(plan.inputs.begin(), plan.inputs.end(), value) != plan.inputs.end();
     bool twice = std::count(plan.outputs.begin(), plan.outputs.end(), value) > 1;
-    output_is_caller_memory_.push_back(t != nullptr && t->storage == Storage::kNone && !also_input && !twice);
+    bool moved = std::find(plan.moved.begin(), plan.moved.end(), value) != plan.moved.end();
+    output_is_caller_memory_.push_back(t != nullptr && t->storage == Storage::kNone && !also_input &&
+                                       !twice && !moved);
     output_is_final_.push_back(!read_later(value));
   }
   for (int32_t value : plan.inputs) {
@@ -189,7 +190,7 @@ Status Instance::allocate() {
     std::string what = plan_.name + ", planned buffer " + std::to_string(b) + ": ";
     span_devices_.emplace_back(static_cast<et::etensor::DeviceType>(buffer.device.kind), buffer.device.index);
     if (buffer.device.kind != DeviceKind::kCpu && device_->backend() != Backend::kCpu) {
-      auto block = shared_.on_device->take(buffer.nbytes, kPerThreadStream);
+      auto block = shared_.planned->take(buffer.nbytes, kPerThreadStream);
       if (!block.ok()) {
         Status status(block.status().code(), what + block.status().message());
         status.device = device_->name();
@@ -202,8 +203,10 @@ Status Instance::allocate() {
       continue;
     }
     size_t nbytes = buffer.nbytes;
-    size_t rounded = nbytes > SIZE_MAX - 64 ? 0 : std::max<size_t>((nbytes + 63) / 64 * 64, 64);
-    auto* arena = rounded ? static_cast<uint8_t*>(std::aligned_alloc(64, rounded)) : nullptr;
+    // Zeroed, so that what a program reads before it writes is the same in every run; by calloc, which takes
+    // large blocks from the system as they are used.
+    auto* arena =
+        nbytes > SIZE_MAX / 2 ? nullptr : static_cast<uint8_t*>(std::calloc(1, nbytes + kArenaAlignment));
     if (arena == nullptr) {
       Status status(ErrorCode::kOutOfDeviceMemory,
                     what + "expected " + std::to_string(nbytes) +
@@ -212,9 +215,8 @@ Status Instance::allocate() {
       return status;
     }
     arenas_.emplace_back(arena);
-    // What a program reads before it writes is then the same in every run.
-    std::memset(arena, 0, rounded);
-    spans_.emplace_back(arena, nbytes);
+    size_t lead = (kArenaAlignment - reinterpret_cast<uintptr_t>(arena) % kArenaAlignment) % kArenaAlignment;
+    spans_.emplace_back(arena + lead, nbytes);
   }
   return {};
 }
@@ -567,10 +569,12 @@ Status Instance::execute() {
   } else {
     int64_t steps = 0;
     while ((error = method_->step()) == et::Error::Ok) {
-      if (++steps < kMaxLoopSteps) continue;
+      if (++steps < core_.max_steps) continue;
       torn_ = true;
-      return Status(ErrorCode::kDelegate, plan_.name + ": expected a loop to end within " +
-                                              std::to_string(kMaxLoopSteps) + " instructions, got more");
+      return Status(ErrorCode::kDelegate,
+                    plan_.name + ": expected a loop to end within " + std::to_string(core_.max_steps) +
+                        " instructions, got more; load the program with a larger max_steps "
+                        "if it is meant to take that long");
     }
     if (error == et::Error::EndOfMethod) error = method_->reset_execution();
     torn_ = error != et::Error::Ok;
@@ -730,7 +734,6 @@ void MethodPool::memory(std::vector<MemoryUse>& out) const {
     }
   }
   out.push_back({"outputs", name_, -1, {}, shared_.host->nbytes()});
-  // The planned memory on the device comes from the same ring.
   if (shared_.on_device)
     out.push_back({"outputs", name_, -1, {DeviceKind::kCuda, 0}, shared_.on_device->nbytes()});
 }

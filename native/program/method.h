@@ -40,6 +40,7 @@ class ProgramCore {
   std::optional<executorch::runtime::Program> program;
   std::map<std::string, std::map<std::string, OptionValue>> options;
   DeviceRef device;  // never null
+  int64_t max_steps = 0;
 };
 
 // Where a call runs, settled once and used for every copy, launch, wait and event of it.
@@ -51,9 +52,12 @@ struct Settled {
 // What the calls of one method share beside its instances.
 struct Shared {
   explicit Shared(const DeviceRef& device) : host(std::make_shared<Ring>(nullptr)) {
-    if (device->backend() != Backend::kCpu) on_device = std::make_shared<Ring>(device);
+    if (device->backend() == Backend::kCpu) return;
+    on_device = std::make_shared<Ring>(device);
+    planned = std::make_shared<Ring>(device);
   }
-  std::shared_ptr<Ring> host, on_device;
+  std::shared_ptr<Ring> host, on_device;  // outputs and staging
+  std::shared_ptr<Ring> planned;          // planned buffers on the device
   EventPool events;
 };
 

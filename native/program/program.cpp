@@ -3,11 +3,14 @@
 #include <executorch/extension/data_loader/buffer_data_loader.h>
 
 #include <algorithm>
+#include <optional>
+#include <unordered_map>
 
 #include "program/engine.h"
 #include "program/exit.h"
 #include "program/log.h"
 #include "program/method.h"
+#include "program/xnnpack.h"
 
 namespace headrace {
 
@@ -97,6 +100,35 @@ Status check_device(ProgramCore& core) {
   return {};
 }
 
+// The payloads whose format is known are compared with the calls and the data that they name.
+Status check_payloads(const ProgramCore& core) {
+  // The engine looks in the program first, then in the data files; either must do.
+  std::unordered_map<std::string_view, std::string_view> named;
+  for (const NamedBlob& blob : core.plan.named_data) {
+    auto [at, fresh] = named.emplace(blob.key, blob.bytes);
+    if (!fresh && blob.bytes.size() < at->second.size()) at->second = blob.bytes;
+  }
+  auto find = [&](std::string_view key) -> std::optional<std::string_view> {
+    auto at = named.find(key);
+    const DataEntry* entry = core.data_map.find(key);
+    if (entry != nullptr && (at == named.end() || entry->bytes.size() < at->second.size()))
+      return entry->bytes;
+    return at == named.end() ? std::nullopt : std::optional(at->second);
+  };
+  for (const MethodPlan& method : core.plan.methods) {
+    for (size_t i = 0; i < method.delegates.size(); ++i) {
+      if (method.delegates[i].id != kXnnpack) continue;
+      if (std::string wrong = check_xnnpack(method, i, find); !wrong.empty()) {
+        return Status(ErrorCode::kProgram, core.file->name() + ", method '" + method.name +
+                                               "', payload of delegate " + std::to_string(i) + " ('" +
+                                               method.delegates[i].id + "'): " + wrong +
+                                               "; the file is damaged, export it again");
+      }
+    }
+  }
+  return {};
+}
+
 Status check_delegates_and_kernels(const ProgramCore& core, const LoadOptions& options) {
   const std::string& name = core.file->name();
   for (const MethodPlan& method : core.plan.methods) {
@@ -155,11 +187,16 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
                   "instances: expected a count between 1 and 1024, got " + std::to_string(options.instances));
   }
   arm_exit_gate();
+  if (options.max_steps < 1) {
+    return Status(ErrorCode::kOption,
+                  "max_steps: expected a count of at least 1, got " + std::to_string(options.max_steps));
+  }
   auto core = std::make_shared<ProgramCore>();
   core->file = std::move(file);
   core->data = options.data;
   core->options = options.options;
   core->device = options.device;
+  core->max_steps = options.max_steps;
 
   core->loader =
       std::make_unique<executorch::extension::BufferDataLoader>(core->file->data(), core->file->size());
@@ -190,6 +227,7 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
   }
   if (Status status = check_device(*core); !status.ok()) return status;
   if (Status status = check_external_data(*core); !status.ok()) return status;
+  if (Status status = check_payloads(*core); !status.ok()) return status;
   if (Status status = check_delegates_and_kernels(*core, options); !status.ok()) return status;
 
   std::shared_ptr<Program> self(new Program());

@@ -255,6 +255,7 @@ def load(
     options: Mapping[str, Mapping[str, OptionValue]] | None = None,
     instances: int = 1,
     allow_native_code: bool = True,
+    max_steps: int = 1_000_000_000,
 ) -> Program:
     """Load an ExecuTorch program (``.pte``) and all its methods.
 
@@ -272,6 +273,9 @@ def load(
             Weights in the files are shared.
         allow_native_code: False refuses programs with delegates whose payload is machine code. Loading
             such a program runs its code in this process: load it only if you trust where it comes from.
+
+        max_steps: instructions that one call of a method with loops may take before it is stopped with
+            DelegateError.
 
     Raises:
         ProgramError: not a program, malformed, of an unknown version, or its data files are missing or of
@@ -296,6 +300,8 @@ def load(
         raise OptionError(f"allow_native_code: expected a bool, got {type(allow_native_code).__name__}")
     if options is not None and not isinstance(options, Mapping):
         raise OptionError(f"options: expected a mapping, got {type(options).__name__}")
+    if not isinstance(max_steps, int) or isinstance(max_steps, bool) or not 0 < max_steps < 2**63:
+        raise OptionError(f"max_steps: expected an int of at least 1, got {max_steps!r}")
     for delegate, entries in (options or {}).items():
         if not isinstance(delegate, str):
             raise OptionError(f"options: expected the names of delegates, got {delegate!r}")
@@ -316,6 +322,12 @@ def load(
     if where is not None and not isinstance(where, Device):
         raise OptionError(f"device: expected a Device or a name such as 'sim', got {type(where).__name__}")
     native = core.Program.load(
-        source, files, instances, allow_native_code, {k: dict(v) for k, v in (options or {}).items()}, where
+        source,
+        files,
+        instances,
+        allow_native_code,
+        max_steps,
+        {k: dict(v) for k, v in (options or {}).items()},
+        where,
     )
     return Program(native)
