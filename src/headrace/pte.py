@@ -410,13 +410,14 @@ def _open(source: str | os.PathLike[str] | bytes) -> Iterator[_File]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ProgramError(f"{name}: expected a readable file, got '{reason}'; check the path") from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise ProgramError(
+            f"{name}: expected a regular file, got mode {stat.filemode(status.st_mode)}; "
+            "read it into bytes and pass those"
+        )
     with open(descriptor, "rb") as stream:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ProgramError(
-                f"{name}: expected a regular file, got mode {stat.filemode(status.st_mode)}; "
-                "read it into bytes and pass those"
-            )
         file = _File(name, stream, status.st_size)
         try:
             yield file

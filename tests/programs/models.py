@@ -440,8 +440,8 @@ def int_input() -> Export:
             )
         ],
         runs=False,
-        note="an integer argument that may vary: the exporter writes it as an absent value, and the engine then "
-        "refuses an integer (1.5.1)",
+        note="an integer argument that may vary: the exporter (1.5.1) writes it as an absent value, and the "
+        "engine then refuses an integer",
     )
 
 
