@@ -204,6 +204,20 @@ def dynamic_batch_xnnpack() -> Export:
     )
 
 
+@model
+def dynamic_cnn_xnnpack() -> Export:
+    calls = [(randn(n, 3, 16, 16, seed=n),) for n in (20, 1, 32, 15, 16, 32)]
+    return Export(
+        [Method(CNN(), calls, dynamic={"x": {0: Dim("batch", min=1, max=32)}})],
+        partitioners=lambda: [XnnpackPartitioner()],
+        delegates=("XnnpackBackend",),
+        rtol=1e-4,
+        atol=1e-5,
+        note="the example has a batch of 16 or more: with less, PyTorch 2.13 makes 15 the greatest, "
+        "for it picks a convolution's algorithm by that while lowering",
+    )
+
+
 class Concat(torch.nn.Module):
     def forward(self, x, y):
         return torch.cat([x, y], dim=1) * 2.0
