@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["PINS", "Call", "Program", "Value", "ensure", "folder", "load", "names"]
+__all__ = ["PINS", "Call", "Program", "Value", "ensure", "export_python", "folder", "load", "names"]
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -99,14 +99,16 @@ def folder() -> Path:
     return ROOT / "build" / "programs" / digest.hexdigest()[:16]
 
 
-def ensure() -> Path:
-    """The folder, exported first where it is not there yet.
+def export_python() -> str:
+    """The interpreter that has torch and the exporter: ``HEADRACE_EXPORT_PYTHON``, else this one."""
+    return os.environ.get("HEADRACE_EXPORT_PYTHON", sys.executable)
 
-    The exporter runs in a process of its own, by ``HEADRACE_EXPORT_PYTHON`` or this interpreter.
-    """
+
+def ensure() -> Path:
+    """The folder, exported first, in a process of its own, where it is not there yet."""
     there = folder()
     if not (there / "index.json").exists():
-        python = os.environ.get("HEADRACE_EXPORT_PYTHON", sys.executable)
+        python = export_python()
         done = subprocess.run(
             [python, "-m", "tests.programs.export"], cwd=ROOT, capture_output=True, text=True
         )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -106,3 +109,20 @@ def test_payload_refuses_what_numpy_would_not_compute() -> None:
     assert y.dtype == np.float32
     with pytest.raises(ValueError, match="expected 1 inputs, got 2"):
         graph.compile(payload)([y, y])
+
+
+@pytest.mark.skipif(
+    "HEADRACE_EXPORT_PYTHON" not in os.environ and importlib.util.find_spec("torch") is None,
+    reason="no Python with the stock runtime: set HEADRACE_EXPORT_PYTHON",
+)
+def test_stock_runtime_gives_the_goldens() -> None:
+    """The goldens come from eager PyTorch; a second witness for what our own runs are compared with."""
+    done = subprocess.run(
+        [programs.export_python(), "-m", "tests.programs.stock"],
+        cwd=programs.ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    calls, _, _ = done.stdout.strip().splitlines()[-1].partition(" calls equal, 0 programs wrong")
+    assert int(calls) > 100
