@@ -1,4 +1,4 @@
-"""One fresh process of one runtime; prints what it measured as JSON. Started by ``python -m benchmarks``.
+"""One fresh process of one runtime; prints what it measured. Started by ``python -m benchmarks``.
 
 ::
 
@@ -11,11 +11,9 @@ answer is compared with its golden: a fast wrong answer is no measurement.
 
 import json
 import os
-import statistics
 import sys
 import time
 
-SAMPLES = 25
 SAMPLE_S = 0.02
 
 
@@ -105,7 +103,8 @@ def startup(runtime, path, golden_path):
 
 
 def calls(runtime, *paths):
-    measured = {}
+    """Answer each program's name on standard input with the microseconds of a call, averaged over one sample."""
+    runs = {}
     for path, golden_path in zip(paths[::2], paths[1::2], strict=True):
         inputs, wanted = golden(golden_path)
         run = {"ours": ours, "stock": stock}[runtime](path, inputs)
@@ -118,22 +117,21 @@ def calls(runtime, *paths):
             for _ in range(count):
                 run()
             took = time.perf_counter() - began
-        samples = []
-        for _ in range(SAMPLES):
-            began = time.perf_counter()
-            for _ in range(count):
-                run()
-            samples.append((time.perf_counter() - began) / count * 1e6)
+        runs[os.path.basename(path).removesuffix(".pte")] = run, count, wanted
+    print(json.dumps({"versions": versions(runtime)}), flush=True)
+    for line in sys.stdin:
+        run, count, wanted = runs[line.strip()]
+        began = time.perf_counter()
+        for _ in range(count):
+            run()
+        took = time.perf_counter() - began
         check(run(), wanted)
-        name = os.path.basename(path).removesuffix(".pte")
-        measured[name] = {
-            "median_us": statistics.median(samples),
-            "best_us": min(samples),
-            "calls": count * SAMPLES,
-        }
-    return {"programs": measured, "versions": versions(runtime)}
+        print(took / count * 1e6, flush=True)
 
 
 if __name__ == "__main__":
     what, *arguments = sys.argv[1:]
-    print(json.dumps({"startup": startup, "calls": calls}[what](*arguments)))
+    if what == "startup":
+        print(json.dumps(startup(*arguments)))
+    else:
+        calls(*arguments)
