@@ -230,7 +230,7 @@ def test_import_is_light() -> None:
         import headrace.pte
         print(sorted({"numpy", "flatbuffers", "torch"} & set(sys.modules)))
     """
-    folder = str(Path(pte.__file__).parent)
+    folder = str(Path(pte.__file__).parent.parent)
     done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -688,3 +688,17 @@ def test_a_mutated_data_file_reads_or_is_refused() -> None:
         except ProgramError:
             outcomes["refused"] += 1
     assert min(outcomes.values()) > 50, outcomes
+
+
+def test_a_long_name_does_not_flood_messages_or_time() -> None:
+    """OP3: a name of a megabyte stands in front of every value's messages."""
+    made = Made()
+    for _ in range(5000):
+        made.int(1)
+    made.list("TensorList", [0])
+    raw = made.finish(made.plan(name="n" * 1_000_000))
+    began = time.perf_counter()
+    with pytest.raises(ProgramError) as caught:
+        pte.read(raw)
+    assert time.perf_counter() - began < 2
+    assert len(str(caught.value)) < 500
