@@ -50,7 +50,10 @@ void both() {
 def cuda_include() -> Path:
     """The folder of <cuda_runtime.h> from pip's own packages."""
     folders = set()
-    for package, name in {"nvidia-cuda-runtime": "cuda_runtime.h", "nvidia-cuda-crt": "crt/host_config.h"}.items():
+    for package, name in {
+        "nvidia-cuda-runtime": "cuda_runtime.h",
+        "nvidia-cuda-crt": "crt/host_config.h",
+    }.items():
         distribution = importlib.metadata.distribution(package)
         (header,) = [f for f in distribution.files or () if f.as_posix().endswith(f"/include/{name}")]
         folders.add(Path(str(distribution.locate_file(header))).resolve().parents[name.count("/")])
