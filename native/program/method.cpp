@@ -173,15 +173,17 @@ void* Instance::planned_address(const TensorPlan& t) const {
 }
 
 bool Instance::read_later(int32_t value) const {
-  int mentions = 0;
+  // A kernel names its result twice, as argument and as what it returns: instructions are counted, not mentions.
+  int instructions = 0;
   for (const auto& chain : plan_.chains) {
     for (const Instruction& in : chain) {
-      mentions += static_cast<int>(std::count(in.args.begin(), in.args.end(), value));
-      if (in.kind == InstructionKind::kMove || in.kind == InstructionKind::kJumpFalse)
-        mentions += 2 * (in.target == value);
+      bool argument = std::find(in.args.begin(), in.args.end(), value) != in.args.end();
+      bool source = (in.kind == InstructionKind::kMove || in.kind == InstructionKind::kJumpFalse) && in.target == value;
+      if (source) return true;
+      instructions += argument;
     }
   }
-  return mentions > 1 || plan_.loops;
+  return instructions > 1 || plan_.loops;
 }
 
 Status Instance::allocate() {

@@ -94,7 +94,7 @@ Status check_device(ProgramCore& core) {
   }
   if (core.device == nullptr && wanted) {
     return Status(ErrorCode::kDevice,
-                  name + ": expected a device for its device memory, got none; name one when loading");
+                  name + ": expected a device for its device memory, got none; load it with device=, such as 'cuda:0' or 'sim'");
   }
   if (core.device == nullptr) core.device = cpu_device();
   return {};

@@ -1,6 +1,5 @@
 // headrace.Device, Stream, Event and Partition, and the thread's selection.
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <map>

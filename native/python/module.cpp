@@ -1,6 +1,5 @@
 // The extension `headrace._core`: bindings convert and forward, nothing else.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include "headrace/program.h"

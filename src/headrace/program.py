@@ -125,9 +125,13 @@ class Method:
         self._call = native.call
 
     def __call__(
-        self, *inputs: Any, out: Sequence[Any] | None = None, strict: bool = False
+        self, *inputs: Any, stream: Any = None, out: Sequence[Any] | None = None, strict: bool = False
     ) -> tuple[Any, ...]:
         """Run the method once and return its outputs as a tuple.
+
+        It waits for the device before it returns if an input was staged from the host, or an output is staged to
+        the host, or no stream was given or selected. Otherwise it returns with the work in flight, in order on
+        that stream. That is the whole rule, for every delegate.
 
         Args:
             inputs: one argument for each of `inputs`. Arrays are borrowed until the call returns: read in
