@@ -9,6 +9,8 @@
 // No function changes the calling thread's current context or device.
 // Waiting: functions wait for the device only where they say so.
 // Errors: kDevice with `device` set, kOutOfDeviceMemory, kInput for handles and addresses that cannot be.
+// Every maker refuses, before anything else, a call from inside a host function and an event, graph or
+// partition of another device.
 #pragma once
 
 #include <cstddef>
@@ -57,33 +59,55 @@ struct MemoryCounts {
 };
 
 // Runs on a thread of the device's choosing, in stream order. It must not call into a device (CUDA forbids it
-// for cuLaunchHostFunc). A failed Status is kept and returned by the next wait for anything behind it.
+// for cuLaunchHostFunc): that returns kDevice. A failed Status, or an exception, is kept; work behind it is
+// skipped; the next wait that has the failure, or work skipped for it, behind it returns the Status, once. A
+// later wait for other skipped work, which nobody was told of yet, returns it again. Work enqueued after the
+// telling runs. The function is destroyed with no lock held, soon after it ran (a graph keeps those
+// captured).
 using HostFunction = std::function<Status()>;
 
-// Ownership: whoever holds a reference may use the object; the device outlives it. Destroying an event, graph
-// or partition never waits, and what is in flight is not disturbed.
-class Event {
+class Device;
+
+// What belongs to one device. Whoever holds a reference may use it; it must not be used after the device's
+// last reference is gone, though it may be dropped then. Destroying an event, graph or partition never waits,
+// and what is in flight is not disturbed.
+class HEADRACE_API DeviceObject {
  public:
-  virtual ~Event() = default;
+  virtual ~DeviceObject();
+  DeviceObject(const DeviceObject&) = delete;
+  DeviceObject& operator=(const DeviceObject&) = delete;
+  const std::string& device_name() const { return device_name_; }
+  int32_t device_id() const { return device_id_; }
+
+ protected:
+  explicit DeviceObject(const Device& device);
+
+ private:
+  std::string device_name_;
+  int32_t device_id_;
+};
+
+class HEADRACE_API Event : public DeviceObject {
+  using DeviceObject::DeviceObject;
 };
 using EventRef = std::shared_ptr<Event>;
 
-class Graph {  // what a capture recorded
- public:
-  virtual ~Graph() = default;
+class HEADRACE_API Graph : public DeviceObject {  // what a capture recorded
+  using DeviceObject::DeviceObject;
 };
 using GraphRef = std::shared_ptr<Graph>;
 
-class GraphExec {  // a graph made ready to launch; launches of one run one after the other
- public:
-  virtual ~GraphExec() = default;
+// A graph made ready to launch; launches of one run one after the other.
+class HEADRACE_API GraphExec : public DeviceObject {
+  using DeviceObject::DeviceObject;
 };
 using GraphExecRef = std::shared_ptr<GraphExec>;
 
-// A part of the device's streaming multiprocessors (a green context). Work of its streams stays on them.
-class Partition {
+// A part of the device's streaming multiprocessors (a green context). Work of its streams stays on them. They
+// go back to the device when the last reference is gone, those of streams made in it included.
+class HEADRACE_API Partition : public DeviceObject {
  public:
-  virtual ~Partition() = default;
+  using DeviceObject::DeviceObject;
   // As granted, read back from the device: requests are rounded up.
   virtual int sm_count() const = 0;
   // Refuses new streams from now on. Streams that exist go on.
@@ -192,6 +216,7 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
  protected:
   Device(std::string name, Backend backend, int ordinal);
 
+  // Behind the front: stream 0 has become 1, the caller is in no host function, objects are of this device.
   virtual Result<void*> do_allocate(size_t nbytes, StreamHandle stream) = 0;
   virtual Status do_free(void* data, StreamHandle stream) = 0;
   virtual Status do_copy(void* to, const void* from, size_t nbytes, StreamHandle stream) = 0;
@@ -268,7 +293,7 @@ class HEADRACE_API SimDevice : public Device {
   // Work enqueued by the `at`-th such call from now on ("copy", "fill", "call", "launch") is held back until
   // a wait demands it, whatever the schedule.
   virtual void delay(const std::string& operation, int64_t at) = 0;
-  virtual void clear_faults() = 0;
+  virtual void clear_faults() = 0;  // and delays
   // Calls so far, by operation; the empty name counts all.
   virtual int64_t calls(const std::string& operation) const = 0;
   // Operations that were enqueued and have not run.
@@ -278,6 +303,9 @@ class HEADRACE_API SimDevice : public Device {
   // The partition on which the host function that the calling thread runs now would have run; null outside
   // one, or on the whole device. A graph keeps the partition it was captured in.
   virtual PartitionRef current_partition() const = 0;
+  // Skips all pending work, which counts as failed; frees are done. For owners whose functions, not yet run,
+  // own the device: nothing else would ever end that circle.
+  virtual void drop_pending() = 0;
 };
 
 // A new device at each call, with memory, streams and a clock of its own.
