@@ -25,8 +25,8 @@ class Sim final : public SimDevice {
   explicit Sim(const SimOptions& options);
   ~Sim() override;
 
-  void inject(SimFault fault) override;
-  void delay(const std::string& operation, int64_t at) override;
+  Status inject(SimFault fault) override;
+  Status delay(const std::string& operation, int64_t at) override;
   void clear_faults() override;
   int64_t calls(const std::string& operation) const override;
   int64_t pending() const override;

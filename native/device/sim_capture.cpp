@@ -93,13 +93,15 @@ Result<std::shared_ptr<const Nodes>> Captures::end(Guard& guard, Stream& stream,
                     "another one (CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)",
                     "end it there, or begin it in relaxed mode");
   } else {
-    for (const Stream* forked : capture->streams) {
-      if (reached(*capture->nodes, stream.captured, forked->captured)) continue;
+    // Measured: it is the work that must be joined; a stream forked without any need not be.
+    auto unjoined = [&](const std::string& name) {
       status = refuse("end_capture", "every forked stream joined",
-                      stream_name(forked->handle) +
-                          ", which has work that nothing waits for (CUDA_ERROR_STREAM_CAPTURE_UNJOINED)",
+                      name + ", which has work that nothing waits for (CUDA_ERROR_STREAM_CAPTURE_UNJOINED)",
                       "record an event there and wait for it on " + stream_name(stream.handle));
-      break;
+    };
+    if (!reached(*capture->nodes, stream.captured, capture->orphans)) unjoined("a stream, destroyed since");
+    for (const Stream* forked : capture->streams) {
+      if (!reached(*capture->nodes, stream.captured, forked->captured)) unjoined(stream_name(forked->handle));
     }
   }
   std::shared_ptr<const Nodes> nodes = capture->nodes;
@@ -153,7 +155,9 @@ Status Captures::check_legacy_status(const Stream& stream) const {
   return {};
 }
 
-// cuThreadExchangeStreamCaptureMode says which threads may make "potentially unsafe API calls".
+// cuThreadExchangeStreamCaptureMode says which threads may make "potentially unsafe API calls". Measured to
+// be such, on unrelated objects: synchronizing or querying a stream or an event, allocating and freeing (the
+// stream-ordered calls too), instantiating. Not: making and destroying streams and events, elapsed times.
 Status Captures::check_unsafe(const char* operation, uint64_t thread) {
   if (mode_of_thread == CaptureMode::kRelaxed) return {};
   Status status;
@@ -172,6 +176,17 @@ Status Captures::check_unsafe(const char* operation, uint64_t thread) {
   return status;
 }
 
+// CUDA Programming Guide: the device encompasses its streams. Measured: in every mode, from any thread, under
+// the thread's relaxed mode too.
+Status Captures::check_device_wide(const char* operation) {
+  if (active_.empty()) return {};
+  Status status = refuse(operation, "no capture on the device",
+                         "one (CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, in every mode; it is invalidated)",
+                         "wait for the streams that are meant, or after the capture");
+  for (const CaptureRef& capture : active_) breaks(*capture, status);
+  return status;
+}
+
 Status Captures::check_waiting(const char* operation, const Stream& stream) {
   if (!stream.capture) return {};
   Status status = refuse(
@@ -185,14 +200,16 @@ Status Captures::check_waiting(const char* operation, const Stream& stream) {
 Status Captures::check_waiting(const char* operation, const SimEvent& event) {
   if (!event.capture) return {};
   Status status = refuse(operation, "an event whose latest record is no part of a capture",
-                         "one recorded in a capture (CUDA_ERROR_CAPTURED_EVENT)",
+                         event.capture->ended
+                             ? "one recorded in a capture that has ended (CUDA_ERROR_INVALID_VALUE)"
+                             : "one recorded in a capture (CUDA_ERROR_CAPTURED_EVENT; it is invalidated)",
                          "record it again outside, or keep another event for the capture");
   breaks(*event.capture, status);
   return status;
 }
 
-Status Captures::check_absent(const char* operation, const Stream& stream, const std::string& why,
-                              const std::string& advice) const {
+Status Captures::check_outside(const char* operation, const Stream& stream, const std::string& why,
+                               const std::string& advice) const {
   if (!stream.capture) return {};
   return refuse(operation, "a stream that does not capture",
                 stream_name(stream.handle) + ", which does: " + why, advice);
@@ -226,7 +243,7 @@ Status Captures::wait(const char* operation, Stream& stream, SimEvent& event) {
   }
   if (event.capture->ended) {
     Status status = refuse(operation, "an event recorded in a capture that goes on, or outside",
-                           "one recorded in a capture that has ended",
+                           "one recorded in a capture that has ended (CUDA_ERROR_INVALID_VALUE)",
                            "record it again, or wait for an event recorded behind the graph's launch");
     if (stream.capture) breaks(*stream.capture, status);
     return status;
@@ -257,14 +274,18 @@ Status Captures::wait(const char* operation, Stream& stream, SimEvent& event) {
   return {};
 }
 
+// Measured: destroying the origin succeeds, and nobody can end the capture any more, so it ends here;
+// destroying a forked stream leaves the capture intact, and its work to be joined.
 void Captures::forget(Guard& guard, Stream& stream) {
   CaptureRef capture = stream.capture;
   if (!capture) return;
-  if (capture->origin == &stream) return finish(guard, *capture);
-  breaks(*capture, refuse("destroy_stream", "a forked stream until its capture ends",
-                          stream_name(stream.handle) + ", destroyed before", "destroy it afterwards"));
-  std::erase(capture->streams, &stream);
-  guard.discard(std::move(stream.capture));
+  if (capture->origin == &stream) {
+    finish(guard, *capture);
+  } else {
+    merge(capture->orphans, stream.captured);
+    std::erase(capture->streams, &stream);
+    guard.discard(std::move(stream.capture));
+  }
 }
 
 }  // namespace headrace::sim

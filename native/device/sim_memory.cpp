@@ -96,8 +96,8 @@ const BlockRef* Memory::find(const void* address) const {
 Status Memory::ended(const char* operation, const void* data, const std::string& device) const {
   return refusal(ErrorCode::kInput, device_, operation, "memory that is allocated",
                  hex(data) + ", memory of " + device + " touched after its end: its free was enqueued before",
-                 "free it behind its last use (CUDA: cuMemFreeAsync, \"accessing the memory after the free "
-                 "operation is enqueued is undefined\" unless it is ordered before)");
+                 "free it behind its last use (CUDA: cuMemFreeAsync: once it returned, access by later work "
+                 "is undefined)");
 }
 
 Status Memory::check_live(const char* operation, const BlockRef& block) const {

@@ -227,10 +227,12 @@ Result<std::unique_ptr<Instance>> Instance::load(const ProgramCore& core, const 
                                                  Shared& shared) {
   std::unique_ptr<Instance> self(new Instance(core, plan, shared));
   if (Status status = self->allocate(); !status.ok()) return status;
-  self->planned_.emplace(
-      et::Span<et::Span<uint8_t>>(self->spans_.data(), self->spans_.size()),
-      et::Span<const et::etensor::Device>(self->span_devices_.data(),
-                                          self->uses_device_ ? self->span_devices_.size() : 0));
+  et::Span<et::Span<uint8_t>> spans(self->spans_.data(), self->spans_.size());
+  if (self->uses_device_) {
+    self->planned_.emplace(spans, et::Span<const et::etensor::Device>(self->span_devices_.data(), self->span_devices_.size()));
+  } else {
+    self->planned_.emplace(spans);
+  }
   self->memory_.emplace(&self->method_allocator_, &*self->planned_, &self->temp_allocator_);
   if (Status status = self->load_method(); !status.ok()) return status;
   return self;

@@ -51,6 +51,7 @@ struct PointerInfo {
 };
 
 // Bytes and calls since the device was opened. Every allocate() and free() counts: caches lie above the seam.
+// Memory is in use until its free() is called, whatever of the work before it has run.
 struct MemoryCounts {
   size_t current_nbytes = 0;
   size_t peak_nbytes = 0;
@@ -175,7 +176,8 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
   Status check_stream(StreamHandle stream) const;
   // Waits for the work that is on the stream now. Returns what failed in it.
   Status synchronize(StreamHandle stream);
-  // Waits for all work of the device.
+  // Waits for all work of the device. kCapture while any stream of it captures, in every mode: that capture
+  // is invalidated (measured).
   Status synchronize();
   // Whether the stream's work is done. Does not wait.
   Result<bool> query(StreamHandle stream);
@@ -259,11 +261,18 @@ using DeviceRef = std::shared_ptr<Device>;
 // Plain host memory; everything is done when the call returns. One for the process.
 HEADRACE_API DeviceRef cpu_device();
 
-// How a simulated device orders work that CUDA leaves open.
+// A simulated device follows the rules of the driver API, and is stricter: fresh memory holds 0xFF bytes, and
+// again when the allocation is reached in stream order, so that what was written too early is lost; freed
+// memory is filled with 0xFF when its free is reached, and stays known for a while, so that touching it is
+// kInput; the device works one operation at a time on a logical clock (1 us for work, 1 ns for each 100 bytes
+// moved), so event times are the same in every run. Host functions run on the threads that enqueue or wait.
+// Its last reference gone, pending work is skipped, its functions are destroyed and all memory is released.
+//
+// How a simulated device orders work that CUDA leaves open:
 struct SimOptions {
   enum class Schedule : uint8_t {
     kEager,   // at once
-    kLate,    // only when a wait demands it, and then no more than it demands
+    kLate,    // only when a wait demands it, and then no more than it demands; query() is no wait
     kRandom,  // a random legal interleaving, reproducible by `seed` for one order of submission
   };
   Schedule schedule = Schedule::kEager;
@@ -278,7 +287,8 @@ struct SimOptions {
 // A fault or a delay at a named operation of a simulated device. Operations are the seam's functions by name:
 // "allocate", "free", "copy", "fill", "create_stream", "destroy_stream", "synchronize_stream",
 // "synchronize_device", "query_stream", "call", "create_event", "record", "wait", "synchronize_event",
-// "query_event", "elapsed_ms", "begin_capture", "end_capture", "instantiate", "upload", "launch", "split".
+// "query_event", "elapsed_ms", "begin_capture", "end_capture", "capture_status", "instantiate", "upload",
+// "launch", "split".
 struct SimFault {
   std::string operation;  // empty: any
   int64_t at = 0;         // the how-manieth such call from now on fails, from 0
@@ -288,17 +298,21 @@ struct SimFault {
 class HEADRACE_API SimDevice : public Device {
  public:
   using Device::Device;
-  // The next matching call fails once, before it does anything. Several may be pending.
-  virtual void inject(SimFault fault) = 0;
+  // The next matching call fails once, before it does anything; end_capture fails but ends the capture.
+  // Several may be pending. kInput: no such operation, a negative place, or kOk.
+  virtual Status inject(SimFault fault) = 0;
   // Work enqueued by the `at`-th such call from now on ("copy", "fill", "call", "launch") is held back until
-  // a wait demands it, whatever the schedule.
-  virtual void delay(const std::string& operation, int64_t at) = 0;
+  // a wait demands it, whatever the schedule, and so is what comes behind it. What a capture takes is not
+  // counted. kInput: another operation, a negative place.
+  virtual Status delay(const std::string& operation, int64_t at) = 0;
   virtual void clear_faults() = 0;  // and delays
-  // Calls so far, by operation; the empty name counts all.
+  // Calls so far, by operation; the empty name counts all. Those refused before they reached the device (from
+  // a host function, with another device's object) are not counted. -1: no such operation.
   virtual int64_t calls(const std::string& operation) const = 0;
-  // Operations that were enqueued and have not run.
+  // Operations that were enqueued and have not run: allocations, frees, records and waits are operations too,
+  // a launch is one for each node and two more.
   virtual int64_t pending() const = 0;
-  // The order in which threads submitted operations: (number of the thread by first use, operation).
+  // The order in which threads called: (number of the thread by first use, operation).
   virtual std::vector<std::pair<int, std::string>> submissions() const = 0;
   // The partition on which the host function that the calling thread runs now would have run; null outside
   // one, or on the whole device. A graph keeps the partition it was captured in.
