@@ -370,15 +370,14 @@ void bind_objects(nb::module_& m) {
       .def(
           "fail",
           [](PyDevice& self, const std::string& operation, int64_t at, bool memory) {
-            sim_of(self, "fail")
-                ->inject({operation, at, memory ? ErrorCode::kOutOfDeviceMemory : ErrorCode::kDevice});
+            check(sim_of(self, "fail")->inject({operation, at, memory ? ErrorCode::kOutOfDeviceMemory : ErrorCode::kDevice}));
           },
           nb::arg("operation") = "", nb::arg("at") = 0, nb::kw_only(), nb::arg("memory") = false,
           "Simulated devices: the `at`-th call of `operation` from now on (any, if empty) fails once.")
       .def(
           "delay",
           [](PyDevice& self, const std::string& operation, int64_t at) {
-            sim_of(self, "delay")->delay(operation, at);
+            check(sim_of(self, "delay")->delay(operation, at));
           },
           nb::arg("operation"), nb::arg("at") = 0,
           "Simulated devices: the `at`-th operation from now on is held back until a wait demands it.")
