@@ -530,7 +530,7 @@ Status Instance::collect_output(size_t i, const Value* given, Call& call, Value&
     bool same = to.ndim == view.ndim &&
                 std::equal(view.sizes.begin(), view.sizes.begin() + view.ndim, to.sizes.begin());
     if (!same || (there && !is_dense(to, strides.data()))) {
-      return Status(ErrorCode::kInput, plan_.name + ", out " + std::to_string(i) + ": expected a " +
+      return Status(ErrorCode::kInput, plan_.name + ", out " + std::to_string(i) + ": expected " +
                                            (there ? std::string("dense ") : "") + headrace::describe(view) +
                                            ", got " + headrace::describe(to) +
                                            "; give memory of the output's shape");

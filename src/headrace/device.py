@@ -69,7 +69,7 @@ def device(
     )
 
 
-class caller_stream:  # noqa: N801: reads as a verb where it is used
+class caller_stream:  # reads as a verb where it is used
     """Select a stream for the calling thread, for the length of a ``with`` block.
 
     Every delegate of every program that the thread runs then works on it, and calls may return with their work in

@@ -195,7 +195,7 @@ _XNODES = {1: "Node2x1", 2: "FullyConnected", 5: "StaticTranspose", 7: "Conv", 8
 _XNODES |= {10: "StaticConstantPad", 11: "Pooling", 12: "Node2x1", 13: "Conv", 14: "Pooling"}
 _XNODES |= {15: "Node2x1", 16: "Node2x1", 20: "StaticReshape", 26: "Node2x1", 31: "Node2x1"}
 _XNODES |= {32: "Cat", 33: "Cat", 34: "Cat", 35: "StaticSlice", 37: "Node2x1", 38: "Cat", 39: "Conv"}
-_XNODES |= {n: "Node1x1" for n in (3, 4, 6, 17, 18, 19, 22, 23, 24, 27, 28, 30, *range(40, 48))}
+_XNODES |= dict.fromkeys((3, 4, 6, 17, 18, 19, 22, 23, 24, 27, 28, 30, *range(40, 48)), "Node1x1")
 
 UNIONS: dict[str, dict[int, str]] = {
     "*KernelTypes": dict(
