@@ -212,7 +212,7 @@ def test_the_least_batch_after_the_greatest_reads_nothing_of_it() -> None:
 
 @pytest.mark.parametrize("name", [PLANNED, UNPLANNED, "several_outputs", "input_and_constant_as_output"])
 def test_outputs_stay_right_after_later_calls_and_after_the_program(name: str) -> None:
-    """LT: an output is the caller's for as long as it is held."""
+    """LT3: an output is the caller's for as long as it is held."""
     program = programs.load(name)
     loaded = headrace.load(program.path)
     method = loaded["forward"]
@@ -335,7 +335,7 @@ def read_only_out() -> Array:
         (lambda: [np.zeros((4, 64), ">f4")], "out 0: .* got a big-endian float32"),
         (lambda: ["text"], r"out 0: expected float32\[4, 64\] on cpu, got a string"),
         (lambda: [np.float32(1.0)], "out 0: expected an array that can be written, got a read-only one"),
-        (lambda: [], "out: expected 1 arrays, got 0"),
+        (list, "out: expected 1 arrays, got 0"),
         (lambda: [None, None], "out: expected 1 arrays, got 2"),
         (lambda: 5, "out: expected a sequence of arrays, got int"),
     ],
