@@ -181,7 +181,7 @@ EXITS = {
         for _ in range(8): threading.Thread(target=go, daemon=True).start()
         time.sleep(0.05)
         """,
-    "with sys.exit from a call's thread's side": """
+    "leaving while a thread that ends with the process begins": """
         program = headrace.load(P.path)
         def go():
             while True: program["forward"](*X)
@@ -189,11 +189,9 @@ EXITS = {
         sys.exit(0)
         """,
     "in a forked child": """
-        program = headrace.load(P.path, instances=2); program["forward"](*X)
-        def go():
-            while True: program["forward"](*X)
-        threading.Thread(target=go, daemon=True).start()
+        program = headrace.load(P.path); program["forward"](*X)
         child = os.fork()
+        program["forward"](*X)
         if child == 0:
             headrace.load(P.path)["forward"](*X)
             sys.exit(0)

@@ -112,10 +112,10 @@ def test_a_program_is_no_data_file_and_a_key_comes_from_one_file() -> None:
     with pytest.raises(headrace.ProgramError, match=r"expected an ExecuTorch data file .* got 'ET12'"):
         headrace.load(program.path, data=program.path)
     with pytest.raises(
-        headrace.ProgramError, match="expected keys that no other data file has, got 'a.weight'"
+        headrace.ProgramError, match=r"expected keys that no other data file has, got 'a.weight'"
     ):
         headrace.load(program.path, data=[*program.data, *program.data])
-    with pytest.raises(headrace.ProgramError, match="nowhere.ptd: expected a file that can be read"):
+    with pytest.raises(headrace.ProgramError, match=r"nowhere\.ptd: expected a file that can be read"):
         headrace.load(program.path, data="/nowhere.ptd")
 
 
@@ -217,7 +217,7 @@ def test_a_program_is_a_mapping_of_methods() -> None:
         assert loaded.methods == tuple(loaded)
         assert set(loaded) == {"scale", "compare"}
         assert len(loaded) == 2 and "scale" in loaded and "forward" not in loaded
-        with pytest.raises(KeyError, match="expected one of the methods .*, got 'forward'"):
+        with pytest.raises(KeyError, match=r"expected one of the methods .*, got 'forward'"):
             loaded["forward"]
         assert "scale" in repr(loaded) and "1 inputs" in repr(loaded["scale"])
 
