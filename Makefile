@@ -29,9 +29,10 @@ format: .venv-dev/ready ## rewrite the sources in the project's format
 bench: .venv/ready .venv-export/ready ## beside stock ExecuTorch, in one run; JSON in build/bench
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(RUN) -m benchmarks --ours-python $(RUN) --stock-python $(EXPORT)
 
-wheel: .venv-dev/ready ## build the wheel into dist
+wheel: .venv-dev/ready .venv-export/ready ## build the wheel into dist, check it, install it in a clean environment
 	rm -rf dist
 	$(DEV) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.wheel dist
 
 test-cuda: .venv-dev/ready ## the tests that need a GPU; skipping one is a failure
 	$(DEV) -m pytest -m cuda tests

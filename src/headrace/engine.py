@@ -102,7 +102,10 @@ def _check_installed(package: Path, wanted: dict[str, str]) -> Path:
 def _mapped(name: str) -> set[str]:
     """Paths under which a library of this file name is mapped into the process."""
     with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if name in line}
+        # A file that was deleted since is still a run time in this process.
+        paths = {
+            line.split(maxsplit=5)[5].rstrip("\n").removesuffix(" (deleted)") for line in maps if name in line
+        }
     return {path for path in paths if os.path.basename(path) == name}
 
 

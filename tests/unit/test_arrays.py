@@ -212,7 +212,7 @@ def test_the_least_batch_after_the_greatest_reads_nothing_of_it() -> None:
 
 @pytest.mark.parametrize("name", [PLANNED, UNPLANNED, "several_outputs", "input_and_constant_as_output"])
 def test_outputs_stay_right_after_later_calls_and_after_the_program(name: str) -> None:
-    """LT: an output is the caller's for as long as it is held."""
+    """LT3: an output is the caller's for as long as it is held."""
     program = programs.load(name)
     loaded = headrace.load(program.path)
     method = loaded["forward"]

@@ -95,8 +95,9 @@ def test_a_wrong_count_of_inputs_is_refused(add: headrace.Method, count: int) ->
 def test_a_size_beyond_a_bound_names_dimension_and_bound() -> None:
     """OP5"""
     with headrace.load(programs.load("dynamic_batch").path) as loaded:
+        method = loaded["forward"]
         with pytest.raises(headrace.InputError) as caught:
-            loaded["forward"](np.ones((9, 64), np.float32))
+            method(np.ones((9, 64), np.float32))
     assert str(caught.value) == (
         "forward, input 0: expected float32[≤8, ≤64] on cpu, got float32[9, 64] on cpu; "
         "dimension 0 must be at most 8 and is 9"
@@ -221,8 +222,9 @@ def test_a_failed_delegate_is_named_with_its_island() -> None:
 def test_the_instruction_that_failed_is_the_one_that_is_named() -> None:
     """OP3: not the first one of its chain."""
     with headrace.load(programs.load("dynamic_batch").path) as loaded:
+        method = loaded["forward"]
         with pytest.raises(headrace.DelegateError) as caught:
-            loaded["forward"](np.ones((4, 63), np.float32))
+            method(np.ones((4, 63), np.float32))
     assert "instruction 1, kernel 'aten::addmm.out'" in caught.value.args[0]
     assert caught.value.island == 1
 
