@@ -29,10 +29,14 @@ def _standings(
     inspection: Inspection, rule: str
 ) -> Iterator[tuple[Library, str, Component, frozenset[int], Standing]]:
     """Each component that is loaded and not in the wheel, and how it is declared."""
+    tag = cuda_tag(inspection.facts, inspection.policy.row)
     for library in inspection.loading.libraries:
         for needed, component, majors in inspection.each(rule, _components(inspection, library)):
             own = inspection.declared.name in component.distributions.values()
             if not own and inspection.loading.named(needed) is None:
+                # A soname that several majors share is narrowed by what the wheel says of itself.
+                narrowed = majors & {tag.major} if tag is not None else majors
+                majors = narrowed or majors
                 yield library, needed, component, majors, inspection.declared.component(component, majors)
 
 
@@ -167,10 +171,8 @@ def cuda_tag_without_content(inspection: Inspection) -> Iterator[Finding]:
     libraries, policy = inspection.facts.libraries, inspection.policy
     if any(_own(inspection, one) for one in policy.components):
         return
-    # A name, unlike a row, is kept by a package that opens CUDA or brings it without linking to it.
-    names = {name for one in libraries for name in one.library_names | {posixpath.basename(one.path)}}
-    opened = any(policy.component(name) or policy.driver(name) for name in names)
-    if tag.strict or not opened:
+    # A name, unlike a row, is kept by a package that opens CUDA without linking to it.
+    if tag.strict or not any(one.opens_cuda for one in libraries):
         detail = f"says {tag.said}, but no library needs CUDA or holds GPU code"
         yield Finding(rule, _label(inspection), tag.said, detail)
 
@@ -198,7 +200,9 @@ def cpu_tag_with_cuda(inspection: Inspection) -> Iterator[Finding]:
 
 
 def cuda_header(inspection: Inspection) -> Iterator[Finding]:
-    if _content(inspection):
+    if _content(inspection) or any(one.opens_cuda for one in inspection.facts.libraries):
+        return
+    if any(_own(inspection, component) for component in inspection.policy.components):
         return
     for place in inspection.each("cuda-header", sorted(inspection.facts.places)):
         if any(pattern.search(place) for pattern in inspection.policy.cuda_headers):

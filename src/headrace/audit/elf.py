@@ -13,7 +13,7 @@ import hashlib
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import IO, Any, Final, cast
 
@@ -30,6 +30,11 @@ _TAG_LIMIT, _SECTION_LIMIT, _SEGMENT_LIMIT, _SYMBOL_LIMIT = 20_000, 70_000, 4_09
 _MACHINES: Final = {62: "x86_64", 183: "aarch64", 21: "ppc64le", 22: "s390x", 243: "riscv64", 3: "i686"}
 _KINDS: Final = {1: "relocatable", 2: "executable", 3: "shared"}
 _SHF_ALLOC, _SHF_EXECINSTR = 0x2, 0x4
+#: The driver's entry points and file, as they stand in a library that opens the driver itself, in data or as
+#: the first eight letters in an instruction. A static CUDA run time does so too.
+_OPENS_CUDA: Final = re.compile(
+    rb"(?<!\w)cu(?:Init|GetProcAddress|LaunchKernel|MemcpyHtoD|StreamSynchronize)|libcuda\."
+)
 _SONAME: Final = re.compile(rb"(?<![\x21-\x7e])(?:[\w./+-]*/)?(lib[\w+.-]+\.so(?:\.[0-9]+)*)\x00")
 
 
@@ -55,7 +60,8 @@ class Quest:
 class Library:
     """One ELF file. ``path`` is its place below site-packages once installed; names are as the file spells
     them, and a file without a table has the empty value. ``data_exports`` are those strong ``exports`` that
-    are variables."""
+    are variables. ``opens_cuda``: its data names the driver's file or entry points, as code does that opens
+    CUDA without linking to it."""
 
     path: str
     nbytes: int
@@ -81,7 +87,8 @@ class Library:
     kernels: frozenset[str] = frozenset()
     opaque_gpu_entries: int = 0
     build_paths: tuple[str, ...] = ()
-    library_names: frozenset[str] = field(default=frozenset())
+    library_names: frozenset[str] = frozenset()
+    opens_cuda: bool = False
 
     @property
     def program(self) -> bool:
@@ -315,6 +322,7 @@ class _Reading:
         paths: dict[str, None] = {}
         names: set[str] = set()
         opaque = 0
+        opens_cuda = False
         for name, view, strings, plain in self._sections():
             binaries = []
             if name in fatbin.FATBIN_SECTIONS:
@@ -327,6 +335,8 @@ class _Reading:
                 faults.extend(f"{name}: {fault}" for fault in binary.faults)
                 kernels |= binary.kernels
                 opaque += binary.opaque
+            if not opens_cuda and name not in fatbin.FATBIN_SECTIONS:
+                opens_cuda = _OPENS_CUDA.search(view) is not None
             if strings and self.quest.build_path is not None:
                 found = self.quest.build_path.finditer(view)
                 paths.update((match.group(1).decode("ascii", "replace"), None) for match in found)
@@ -339,6 +349,7 @@ class _Reading:
             "opaque_gpu_entries": opaque,
             "build_paths": tuple(paths),
             "library_names": frozenset(names),
+            "opens_cuda": opens_cuda,
         }
 
     def _sections(self) -> Iterator[tuple[str, memoryview, bool, bool]]:
@@ -355,7 +366,7 @@ class _Reading:
             gpu = name in fatbin.FATBIN_SECTIONS
             plain = bool(flags & _SHF_ALLOC and not flags & _SHF_EXECINSTR and not gpu)
             strings = plain or name in (".comment", ".debug_str", ".debug_line_str")
-            if gpu or strings:
+            if flags & _SHF_ALLOC or strings:
                 yield name, self.data[start : start + nbytes], strings, plain
 
     def _registered(self, kernels: frozenset[str]) -> set[str]:

@@ -18,6 +18,7 @@ __all__ = ["CHECKS"]
 
 #: Symbols that a linker puts into every library.
 _LINKER_SYMBOLS: Final = frozenset({"_init", "_fini", "_edata", "_end", "__bss_start", "__data_start"})
+_SECTION_BOUNDS: Final = ("__start_", "__stop_")
 _SHOWN: Final = 3
 
 
@@ -77,7 +78,7 @@ def needed_unresolved(inspection: Inspection) -> Iterator[Finding]:
         # A component's package is the business of the component rules.
         if reached or inspection.policy.component(link.needed) or _shipper(inspection, link.needed):
             continue
-        detail = f"needs {link.needed}, which no wheel, declared dependency or platform brings"
+        detail = f"needs {link.needed}, which is not in the wheel, of the platform, or of a declared package"
         yield Finding("needed-unresolved", link.library.path, link.needed, detail)
 
 
@@ -144,6 +145,8 @@ def needed_unused(inspection: Inspection) -> Iterator[Finding]:
 
 def _used(inspection: Inspection, needed: str, imported: set[str]) -> bool | None:
     """Whether ``imported`` holds a symbol of the library; None where that cannot be known."""
+    if inspection.policy.companions.match(needed):
+        return None
     held = inspection.loading.named(needed)
     if held is not None:
         exports = held.exports | held.weak_exports
@@ -179,15 +182,11 @@ def symbol_unresolved(inspection: Inspection) -> Iterator[Finding]:
                 elif closed:
                     missing[""].append(one.name)
             for maker, names in missing.items():
-                where = (
-                    f"is in {maker}, which is not loaded with it"
-                    if maker
-                    else "nothing that it loads defines"
-                )
-                shown = _some(names)
-                yield Finding(
-                    "symbol-unresolved", library.path, sorted(names)[0], f"imports {shown}; {where}"
-                )
+                where = f"which {maker} defines, but that is not loaded with it"
+                if not maker:
+                    where = "which nothing that it needs is known to define"
+                detail = f"imports {_some(names)}, {where}"
+                yield Finding("symbol-unresolved", library.path, min(names), detail)
 
 
 def _closed(inspection: Inspection, load: Load, library: Library) -> bool:
@@ -228,7 +227,8 @@ def _shared(inspection: Inspection, rule: str, together: bool) -> Iterator[Findi
         if library.program or seen.setdefault(library.sha256, library) is not library:
             continue
         for name in inspection.each(rule, library.exports - _LINKER_SYMBOLS):
-            makers[name].append(library)
+            if not name.startswith(_SECTION_BOUNDS) and not inspection.policy.cxx_runtime_names.match(name):
+                makers[name].append(library)
     groups: dict[tuple[bool, tuple[Library, ...]], list[str]] = defaultdict(list)
     for name, libraries in makers.items():
         if len(libraries) > 1 and not _alternatives(libraries):

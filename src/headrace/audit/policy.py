@@ -130,6 +130,8 @@ class Policy:
     cxx_runtime: re.Pattern[str]
     cxx_runtime_symbols: tuple[str, ...]
     interpreter_symbols: re.Pattern[str]
+    cxx_runtime_names: re.Pattern[str]
+    companions: re.Pattern[str]
     versions: Mapping[tuple[int, ...], Mapping[str, tuple[int, ...]]]
     build_path: re.Pattern[bytes]
     brings_all: tuple[str, ...]
@@ -297,6 +299,8 @@ def _built_in() -> Policy:
         cxx_runtime=re.compile(platform["cxx_runtime"]),
         cxx_runtime_symbols=tuple(platform["cxx_runtime_symbols"]),
         interpreter_symbols=re.compile(platform["interpreter_symbols"]),
+        cxx_runtime_names=re.compile(platform["cxx_runtime_names"]),
+        companions=re.compile(cuda["companions"]),
         versions={
             _version(glibc): {family: _version(text) for family, text in newest.items()}
             for glibc, newest in platform["versions"].items()
