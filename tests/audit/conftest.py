@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from forge import Forge, Wheel
+from wheel_forge import Forge, Wheel
 
 from headrace.audit import audit
 from headrace.audit.report import Report

@@ -110,7 +110,9 @@ class Declared:
             majors = frozenset(major for major, one in component.places.items() if one == place)
             if majors:
                 owned = True
-                if self.component(component, majors).how in ("required", "optional", "other"):
+                # Another major of it counts: search paths that serve the layouts of several majors are sound,
+                # and a library of the wrong major has a rule of its own.
+                if self.component(component, majors).how != "absent":
                     return True
         for provider in self.policy.providers:
             if provider.place == place:

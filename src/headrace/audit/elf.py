@@ -1,9 +1,9 @@
 """What one ELF file says, as facts. No code of the file runs, and no byte of it is trusted.
 
-pyelftools reads the header, the section headers and the dynamic tags. Symbol and version tables are read
-straight from the bytes: they can hold a hundred thousand rows, where an object for each field would take
-minutes. They are found by the dynamic segment, as the loader finds them, so a stripped section table or one
-that says something else changes nothing.
+pyelftools reads the header, the segments and the section headers. The dynamic table and what it points to
+are read straight from the bytes: a symbol table can hold a hundred thousand rows, where an object for each
+field takes minutes, and a crafted one claims any number, which has to be doubted before it is read. They are
+found as the loader finds them, so a stripped section table, or one that says something else, changes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from enum import IntEnum
 from typing import IO, Any, Final, cast
 
 from headrace.audit import fatbin
@@ -26,7 +26,7 @@ __all__ = ["ELF_MAGIC", "Import", "Library", "Quest", "read"]
 ELF_MAGIC: Final = b"\x7fELF"
 EM_CUDA: Final = 190
 #: More than the largest libraries hold (libtorch_cuda: 60 tags, 40 sections); past it a file is refused.
-_TAG_LIMIT, _SECTION_LIMIT, _SEGMENT_LIMIT, _SYMBOL_LIMIT = 20_000, 70_000, 4_096, 4_000_000
+_TAG_LIMIT, _ROW_LIMIT, _SYMBOL_LIMIT = 20_000, 70_000, 4_000_000
 _MACHINES: Final = {62: "x86_64", 183: "aarch64", 21: "ppc64le", 22: "s390x", 243: "riscv64", 3: "i686"}
 _KINDS: Final = {1: "relocatable", 2: "executable", 3: "shared"}
 _SHF_ALLOC, _SHF_EXECINSTR = 0x2, 0x4
@@ -36,6 +36,24 @@ _OPENS_CUDA: Final = re.compile(
     rb"(?<!\w)cu(?:Init|GetProcAddress|LaunchKernel|MemcpyHtoD|StreamSynchronize)|libcuda\."
 )
 _SONAME: Final = re.compile(rb"(?<![\x21-\x7e])(?:[\w./+-]*/)?(lib[\w+.-]+\.so(?:\.[0-9]+)*)\x00")
+
+
+class _Tag(IntEnum):
+    """Tags of the dynamic table (the System V ABI's and GNU's)."""
+
+    NEEDED = 1
+    HASH = 4
+    STRTAB = 5
+    SYMTAB = 6
+    STRSZ = 10
+    SONAME = 14
+    RPATH = 15
+    INIT_ARRAYSZ = 27
+    RUNPATH = 29
+    GNU_HASH = 0x6FFFFEF5
+    VERSYM = 0x6FFFFFF0
+    VERNEED = 0x6FFFFFFE
+    VERNEEDNUM = 0x6FFFFFFF
 
 
 @dataclass(frozen=True)
@@ -147,11 +165,18 @@ class _Reading:
         self.path, self.data, self.elf, self.quest = path, data, elf, quest
         self.endian = "<" if elf.little_endian else ">"
         self.wide = elf.elfclass == 64
-        if elf.num_sections() > _SECTION_LIMIT or elf.num_segments() > _SEGMENT_LIMIT:
-            raise AuditError(
-                f"{path}: expected a plausible ELF file, got one of {elf.num_sections()} sections"
-            )
-        self.segments = [segment.header for segment in elf.iter_segments()]
+        # Header rows, not pyelftools' section objects: those read whole tables of the claimed size at once.
+        self.segments = self._rows(elf.structs.Elf_Phdr, "e_phoff", "e_phentsize", elf.num_segments())
+        self.sections = self._rows(elf.structs.Elf_Shdr, "e_shoff", "e_shentsize", elf.num_sections())
+
+    def _rows(self, shape: Any, offset: str, size: str, count: int) -> list[Any]:
+        from elftools.common.utils import struct_parse
+
+        start, step = int(self.elf.header[offset]), int(self.elf.header[size])
+        if count > _ROW_LIMIT or (count and (not step or count * step > len(self.data) - start)):
+            raise AuditError(f"{self.path}: expected a plausible ELF header, got {count} rows at {start}")
+        stream = _Reader(self.data)
+        return [struct_parse(shape, stream, start + index * step) for index in range(count)]
 
     def library(self) -> Library:
         header = self.elf.header
@@ -183,36 +208,49 @@ class _Reading:
     # The dynamic segment.
 
     def _linkage(self) -> dict[str, Any]:
-        table = next((s for s in self.elf.iter_segments() if s.header["p_type"] == "PT_DYNAMIC"), None)
-        if table is None:
+        tags = self._tags()
+        if tags is None:
             return {}
-        tags: dict[str, list[int]] = {}
-        for tag in islice(table.iter_tags(), _TAG_LIMIT):
-            tags.setdefault(str(tag.entry.d_tag), []).append(int(tag.entry.d_val))
-        strings = self._span(tags.get("DT_STRTAB", [0])[0], tags.get("DT_STRSZ", [0])[0])
+        strings = self._span(tags.get(_Tag.STRTAB, [0])[0], tags.get(_Tag.STRSZ, [0])[0])
 
-        def names(tag: str) -> tuple[str, ...]:
+        def names(tag: _Tag) -> tuple[str, ...]:
             return tuple(_string(strings, offset) for offset in tags.get(tag, []))
 
-        def entries(tag: str) -> tuple[str, ...]:
+        def entries(tag: _Tag) -> tuple[str, ...]:
             # The loader takes a wholly empty path for none; an empty entry among others, for the folder
             # that the process happens to be in.
             return tuple(entry for path in names(tag) if path for entry in path.split(":"))
 
-        def address(tag: str) -> int:
+        def address(tag: _Tag) -> int:
             return tags.get(tag, [0])[0]
 
-        needs = self._version_needs(address("DT_VERNEED"), address("DT_VERNEEDNUM"), strings)
+        needs = self._version_needs(address(_Tag.VERNEED), address(_Tag.VERNEEDNUM), strings)
         linkage: dict[str, Any] = {
             "dynamic": True,
-            "soname": (names("DT_SONAME") or ("",))[0],
-            "needed": names("DT_NEEDED"),
-            "rpath": entries("DT_RPATH"),
-            "runpath": entries("DT_RUNPATH"),
+            "soname": (names(_Tag.SONAME) or ("",))[0],
+            "needed": names(_Tag.NEEDED),
+            "rpath": entries(_Tag.RPATH),
+            "runpath": entries(_Tag.RUNPATH),
             "version_needs": frozenset(needs.values()),
-            "static_constructors": address("DT_INIT_ARRAYSZ") // (8 if self.wide else 4),
+            "static_constructors": address(_Tag.INIT_ARRAYSZ) // (8 if self.wide else 4),
         }
         return linkage | self._symbols(tags, strings, needs)
+
+    def _tags(self) -> dict[int, list[int]] | None:
+        """The dynamic table, tag to values; None without one."""
+        place = next((one for one in self.segments if one["p_type"] == "PT_DYNAMIC"), None)
+        if place is None:
+            return None
+        row = struct.Struct(self.endian + ("qQ" if self.wide else "iI"))
+        start, nbytes = int(place["p_offset"]), int(place["p_filesz"])
+        if nbytes > min(len(self.data) - start, _TAG_LIMIT * row.size):
+            raise AuditError(f"{self.path}: expected a plausible dynamic table, got one of {nbytes} bytes")
+        tags: dict[int, list[int]] = {}
+        for tag, value in row.iter_unpack(self.data[start : start + nbytes - nbytes % row.size]):
+            if tag == 0:
+                break
+            tags.setdefault(tag, []).append(value)
+        return tags
 
     def _offset(self, address: int) -> int:
         """The file offset of a loaded address."""
@@ -231,18 +269,18 @@ class _Reading:
         return self.data[start : start + nbytes]
 
     def _symbols(
-        self, tags: dict[str, list[int]], strings: memoryview, needs: dict[int, tuple[str, str]]
+        self, tags: dict[int, list[int]], strings: memoryview, needs: dict[int, tuple[str, str]]
     ) -> dict[str, Any]:
-        if "DT_SYMTAB" not in tags:
+        if _Tag.SYMTAB not in tags:
             return {}
         count = self._symbol_count(tags)
         row = struct.Struct(self.endian + ("IBBHQQ" if self.wide else "IIIBBH"))
         if count > min(_SYMBOL_LIMIT, len(self.data) // row.size):
             raise AuditError(f"{self.path}: expected a plausible symbol table, got one of {count} symbols")
-        table = self._span(tags["DT_SYMTAB"][0], count * row.size)
+        table = self._span(tags[_Tag.SYMTAB][0], count * row.size)
         versions: tuple[int, ...] = (1,) * count
-        if "DT_VERSYM" in tags:
-            versions = struct.unpack(f"{self.endian}{count}H", self._span(tags["DT_VERSYM"][0], count * 2))
+        if _Tag.VERSYM in tags:
+            versions = struct.unpack(f"{self.endian}{count}H", self._span(tags[_Tag.VERSYM][0], count * 2))
         imports: list[Import] = []
         strong: set[str] = set()
         weak: set[str] = set()
@@ -272,13 +310,13 @@ class _Reading:
             "data_exports": frozenset(state),
         }
 
-    def _symbol_count(self, tags: dict[str, list[int]]) -> int:
+    def _symbol_count(self, tags: dict[int, list[int]]) -> int:
         """The dynamic segment has no count of symbols; the hash tables imply it."""
-        if "DT_HASH" in tags:
-            return self._number(self._offset(tags["DT_HASH"][0]) + 4, "I")
-        if "DT_GNU_HASH" not in tags:
+        if _Tag.HASH in tags:
+            return self._number(self._offset(tags[_Tag.HASH][0]) + 4, "I")
+        if _Tag.GNU_HASH not in tags:
             return 0
-        start = self._offset(tags["DT_GNU_HASH"][0])
+        start = self._offset(tags[_Tag.GNU_HASH][0])
         bucket_count, first, bloom_count, _ = struct.unpack_from(self.endian + "4I", self.data, start)
         buckets_at = start + 16 + bloom_count * (8 if self.wide else 4)
         chains_at = buckets_at + bucket_count * 4
@@ -354,8 +392,9 @@ class _Reading:
 
     def _sections(self) -> Iterator[tuple[str, memoryview, bool, bool]]:
         """Name, bytes, whether it may hold strings of a build, whether it is plain data."""
-        for section in self.elf.iter_sections():
-            header, name = section.header, str(section.name)
+        names = self._section_names()
+        for header in self.sections:
+            name = _string(names, int(header["sh_name"])) if names else ""
             start, nbytes = int(header["sh_offset"]), int(header["sh_size"])
             progbits = header["sh_type"] == "SHT_PROGBITS"
             if not progbits or start > len(self.data):
@@ -368,6 +407,13 @@ class _Reading:
             strings = plain or name in (".comment", ".debug_str", ".debug_line_str")
             if flags & _SHF_ALLOC or strings:
                 yield name, self.data[start : start + nbytes], strings, plain
+
+    def _section_names(self) -> memoryview:
+        index = int(self.elf.get_shstrndx()) if self.sections else 0
+        if not 0 < index < len(self.sections):
+            return self.data[:0]
+        start, nbytes = int(self.sections[index]["sh_offset"]), int(self.sections[index]["sh_size"])
+        return self.data[start : start + nbytes]
 
     def _registered(self, kernels: frozenset[str]) -> set[str]:
         """Kernels that host code registers by name. The name alone proves no code; a caller asks only where

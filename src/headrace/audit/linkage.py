@@ -85,16 +85,23 @@ def needed_unresolved(inspection: Inspection) -> Iterator[Finding]:
 def needed_preloaded(inspection: Inspection) -> Iterator[Finding]:
     for link, reached in _outside(inspection, "needed-preloaded"):
         shipper = _shipper(inspection, link.needed)
-        if not reached and (inspection.policy.component(link.needed) or shipper):
+        # Where nothing declares a component, the component rules say so; its hops come after.
+        if not reached and (shipper or _component_declared(inspection, link.needed)):
             owner = f" of {shipper}" if shipper else ""
-            detail = (
-                f"needs {link.needed}{owner}; no hop leads to it, so something must have loaded it before"
-            )
+            detail = f"needs {link.needed}{owner}; no hop leads to it: something must load it first"
             yield Finding("needed-preloaded", link.library.path, link.needed, detail)
     for link in _without_hop(inspection):
         if _opened_first(inspection, link):
             detail = f"needs {link.needed}, in this wheel; no hop leads to it: something must load it first"
             yield Finding("needed-preloaded", link.library.path, link.needed, detail)
+
+
+def _component_declared(inspection: Inspection, needed: str) -> bool:
+    component = inspection.policy.component(needed)
+    if component is None:
+        return False
+    standing = inspection.declared.component(component, component.majors(needed) or frozenset())
+    return standing.how in ("required", "optional", "other")
 
 
 def needed_no_hop(inspection: Inspection) -> Iterator[Finding]:
@@ -114,13 +121,8 @@ def _without_hop(inspection: Inspection) -> Iterator[Link]:
 def _opened_first(inspection: Inspection, link: Link) -> bool:
     """Whether Python code names the library's file, or a requirement brings another copy of it."""
     there = link.elsewhere
-    component = inspection.policy.component(link.needed)
-    if component is not None:
-        majors = component.majors(link.needed) or frozenset()
-        if inspection.declared.component(component, majors).how in ("required", "optional", "other"):
-            return True
     names = {link.needed} | ({posixpath.basename(there.path), there.soname} if there else set())
-    return bool(names & inspection.facts.python_names)
+    return bool(names & inspection.facts.python_names) or _component_declared(inspection, link.needed)
 
 
 def needed_path(inspection: Inspection) -> Iterator[Finding]:
@@ -196,7 +198,7 @@ def _closed(inspection: Inspection, load: Load, library: Library) -> bool:
     for needed in load.outside:
         if inspection.policy.component(needed) or inspection.policy.driver(needed):
             continue
-        if not _from_system(inspection, needed) or needed not in library.needed:
+        if needed not in inspection.policy.versioned or needed not in library.needed:
             return False
     return bool(library.needed)
 

@@ -126,6 +126,7 @@ class Policy:
     rules: Mapping[str, Rule]
     limits: Limits
     platform_libraries: frozenset[str]
+    versioned: frozenset[str]
     musl_libraries: frozenset[str]
     cxx_runtime: re.Pattern[str]
     cxx_runtime_symbols: tuple[str, ...]
@@ -274,9 +275,7 @@ def _changed(policy: Policy, table: _Table) -> Policy:
 
 def _known(policy: Policy, rule: str, where: str) -> str:
     if rule not in policy.rules:
-        raise AuditError(
-            f"{where}: expected the id of a rule, got {rule!r}; `headrace audit --rules` lists them"
-        )
+        raise AuditError(f"{where}: expected a rule's id, got {rule!r}; `headrace audit --rules` lists them")
     return rule
 
 
@@ -295,6 +294,7 @@ def _built_in() -> Policy:
         rules={name: Rule(id=name, **fields) for name, fields in table["rule"].items()},
         limits=Limits(**table["limits"]),
         platform_libraries=frozenset(platform["libraries"]),
+        versioned=frozenset(platform["versioned"]),
         musl_libraries=frozenset(platform["musl_libraries"]),
         cxx_runtime=re.compile(platform["cxx_runtime"]),
         cxx_runtime_symbols=tuple(platform["cxx_runtime_symbols"]),

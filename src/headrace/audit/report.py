@@ -64,16 +64,10 @@ class Report:
                     lines.append(f"  and {len(told_of) - _SHOWN} more, which --json lists")
                 lines += [f"  why: {told.reason}", f"  fix: {told.fix}"]
         for finding, allowance in self.allowed:
-            lines += [
-                "",
-                f"allowed: {finding.path}: {finding.detail} [{finding.rule}]",
-                f"  {allowance.reason}",
-            ]
+            lines += ["", f"allowed: {finding.path}: {finding.detail} [{finding.rule}]"]
+            lines += [f"  because: {allowance.reason}"]
         for allowance in self.unused_allowances:
-            lines += [
-                "",
-                f"unused: the policy allows {allowance.rule} at {allowance.path}, which nothing needs",
-            ]
+            lines += ["", f"unused allowance: {allowance.rule} at {allowance.path}, {allowance.subject}"]
         code = sorted({one.arch for library in self.libraries for one in library.gpu_code})
         idle = sorted(rule for rule, count in self.looked_at.items() if not count)
         lines += ["", f"looked at {len(self.libraries)} ELF files; GPU code: {', '.join(code) or 'none'}"]

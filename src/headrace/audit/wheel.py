@@ -9,13 +9,16 @@ temporary file and mapped, so memory does not grow with the wheel.
 from __future__ import annotations
 
 import importlib.metadata
+import lzma
 import mmap
 import os
 import posixpath
 import re
 import shutil
+import struct
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,6 +45,18 @@ _SCHEMES: Final = {
     "scripts": "../../../bin",
     "headers": "../../../include",
 }
+#: What zipfile raises for damaged, encrypted and unknown members.
+_UNREADABLE: Final = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    struct.error,
+    OSError,
+    RuntimeError,
+    NotImplementedError,
+    EOFError,
+    ValueError,
+)
 _METADATA_NBYTES: Final = 16 << 20
 _PYTHON_NBYTES: Final = 64 << 20
 #: Text by name; a library that hides behind one of these cannot be loaded by that name either.
@@ -100,6 +115,8 @@ def read(source: str, policy: Policy) -> Distribution:
     Raises AuditError when it is none of these, is no archive, or holds no ELF file or GPU code that can be
     read: an audit of nothing has no verdict.
     """
+    if not source.strip() or "\0" in source:
+        raise AuditError(f"audit: expected a path or a name, got {source!r}")
     path = Path(source)
     if path.is_dir():
         if path.name.endswith(".dist-info"):
@@ -131,8 +148,7 @@ def _wheel(source: str, path: Path, policy: Policy) -> Distribution:
         with zipfile.ZipFile(path) as archive:
             files = _Archive(path, archive, policy.limits)
             facts = _collect(source, files, policy)
-    # zipfile raises these for damaged, encrypted and unknown members.
-    except (zipfile.BadZipFile, OSError, RuntimeError, NotImplementedError, EOFError, ValueError) as cause:
+    except _UNREADABLE as cause:
         raise AuditError(
             f"{source}: expected a wheel, got an archive that cannot be read ({cause})"
         ) from cause

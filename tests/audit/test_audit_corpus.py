@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from corpus import CASES, Case
-from forge import Forge, Wheel
+from wheel_faults import CASES, Case
+from wheel_forge import Forge, Wheel
 
 from headrace.audit import cuda, default_policy, linkage, platform
 from headrace.audit.report import Finding, Report

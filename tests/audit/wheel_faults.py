@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from forge import Entry, Forge, Wheel, cubin, fatbin, patched, uses
+from wheel_forge import Entry, Forge, Wheel, cubin, fatbin, patched, uses
 
 RUNTIME12 = "nvidia-cuda-runtime-cu12>=12.6"
 HOP12 = "$ORIGIN/../nvidia/cuda_runtime/lib"
@@ -259,9 +259,8 @@ def _(forge: Forge, faulty: bool) -> Wheel:
 
 @case("symbol-unresolved", "nowhere")
 def _(forge: Forge, faulty: bool) -> Wheel:
-    other = forge.shared("int one;" if faulty else "int one, two;", soname="libother.so.1")
-    source = "extern int one, two; int *entry(void) { return &one + (&two - &one); }"
-    library = forge.shared(source, links=[other], runpath="$ORIGIN")
+    other = forge.stub("libother.so.1", "one", *([] if faulty else ["two"]))
+    library = forge.shared(uses("one", "two"), links=[other], runpath="$ORIGIN")
     return Wheel({"pkg/_c.so": library, "pkg/libother.so.1": other})
 
 
@@ -409,8 +408,7 @@ def _(forge: Forge, faulty: bool) -> Wheel:
 def _(forge: Forge, faulty: bool) -> Wheel:
     # Without a hop, since a hop to a place that nobody declares is another fault.
     runpath = "$ORIGIN" if faulty else HOP12
-    wheel = Wheel({"pkg/_c.so": cuda12(forge, runpath)}, requires=[] if faulty else [RUNTIME12])
-    return wheel
+    return Wheel({"pkg/_c.so": cuda12(forge, runpath)}, requires=[] if faulty else [RUNTIME12])
 
 
 @case("component-wrong-major", "suffix")

@@ -95,13 +95,12 @@ class Forge:
         language = "c++" if compiler == "c++" else "c"
         command = [compiler, "-x", language, "-", "-x", "none", *options, *flags, "-o", str(library)]
         command += [str(link) for link in links]
-        subprocess.run(
-            command, input=source.encode(), check=True, cwd=folder, env={**os.environ, "LC_ALL": "C"}
-        )
+        environment = {**os.environ, "LC_ALL": "C"}
+        subprocess.run(command, input=source.encode(), check=True, cwd=folder, env=environment)
         return library
 
     def stub(self, soname: str, *functions: str) -> Path:
-        """A library that stands for another package's: it defines ``functions`` and is not put into wheels."""
+        """A library that stands for another package's: it defines ``functions``; wheels leave it out."""
         source = "".join(f"int {name}(void) {{ return 0; }}\n" for name in functions or ("stub_symbol",))
         return self.shared(source, soname=soname)
 
