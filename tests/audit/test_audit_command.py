@@ -218,7 +218,7 @@ def test_a_policy_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_documentation_has_the_rules_as_they_are() -> None:
-    """PK5: every rule with its level, reason and fix; docs/audit.md is made by the command below."""
+    """PK5: every rule with its level, reason and fix."""
     text = (REPOSITORY / "docs" / "audit.md").read_text(encoding="utf-8")
     for rule in default_policy().rules.values():
         assert f"### {rule.id}" in text

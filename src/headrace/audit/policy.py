@@ -339,10 +339,11 @@ def _component(one: Mapping[str, Any]) -> Component:
 
 
 def _build_path(table: Mapping[str, list[str]]) -> re.Pattern[bytes]:
-    """A string that starts with an absolute path of the build machine, as group 1."""
-    exempt = "".join(f"(?!{re.escape(prefix)})" for prefix in table["exempt"])
+    """A string that starts with an absolute path of the build machine. The slash comes before what is looked
+    for around it, since the engine can skip to a letter."""
+    exempt = "|".join(re.escape(prefix.removeprefix("/")) for prefix in table["exempt"])
     suffixes = "|".join(table["source_suffixes"])
-    roots = "|".join(table["roots"])
-    source = rf"/(?:[\w.+@~-]+/)+[\w.+@~-]+\.(?:{suffixes})(?![\w.])"
+    roots = "|".join(root.removeprefix("/") for root in table["roots"])
+    source = rf"(?:[\w.+@~-]+/)+[\w.+@~-]+\.(?:{suffixes})(?![\w.])"
     below = rf"(?:{roots})[\w.+@~/-]+"
-    return re.compile(rf"(?<![\x21-\x7e]){exempt}({source}|{below})".encode())
+    return re.compile(rf"/(?<![\x21-\x7e]/)(?!{exempt})(?:{source}|{below})".encode())

@@ -8,19 +8,19 @@ temporary file and mapped, so memory does not grow with the wheel.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import lzma
 import mmap
 import os
 import posixpath
 import re
-import shutil
 import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from email.parser import BytesParser
 from pathlib import Path
@@ -99,14 +99,16 @@ class Distribution:
 
 
 class _Files(Protocol):
-    """Where the bytes are. ``names`` maps a place to the name by which ``mapped`` finds it."""
+    """Where the bytes are. ``names`` maps a place to the name by which the others find it; ``opened`` is a
+    real file with the content, and its SHA-256, taken while it was copied: through the map, every page of a
+    large library would count as this process's memory."""
 
     names: dict[str, str]
     faults: list[Fault]
     aliases: list[tuple[str, str]]
 
     def head(self, name: str, nbytes: int) -> bytes: ...
-    def mapped(self, name: str) -> Iterator[memoryview]: ...
+    def opened(self, name: str) -> AbstractContextManager[tuple[IO[bytes], str]]: ...
 
 
 def read(source: str, policy: Policy) -> Distribution:
@@ -218,12 +220,13 @@ class _Archive:
         with self.archive.open(name) as stream:
             return stream.read(nbytes)
 
-    def mapped(self, name: str) -> Iterator[memoryview]:
+    @contextmanager
+    def opened(self, name: str) -> Iterator[tuple[IO[bytes], str]]:
         with tempfile.TemporaryFile() as file:
             with self.archive.open(name) as stream:
-                shutil.copyfileobj(stream, file, 1 << 20)
+                digest = _copied(stream, file.write)
             file.flush()
-            yield from _views(file)
+            yield file, digest
 
 
 class _Tree:
@@ -245,25 +248,29 @@ class _Tree:
         with Path(name).open("rb") as stream:
             return stream.read(nbytes)
 
-    def mapped(self, name: str) -> Iterator[memoryview]:
-        with Path(name).open("rb") as stream:
-            yield from _views(stream)
+    @contextmanager
+    def opened(self, name: str) -> Iterator[tuple[IO[bytes], str]]:
+        with Path(name).open("rb") as file:
+            yield file, _copied(file, len)
 
 
-def _views(file: IO[bytes]) -> Iterator[memoryview]:
-    if not os.fstat(file.fileno()).st_size:
-        yield memoryview(b"")
-        return
-    # Exported views keep a map open; facts hold no view, so it ends with the last of these references.
-    yield memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+def _copied(stream: IO[bytes], take: Callable[[bytes], object]) -> str:
+    """Gives a stream's bytes to ``take`` piece by piece; the SHA-256 of all."""
+    digest = hashlib.sha256()
+    while piece := stream.read(1 << 20):
+        digest.update(piece)
+        take(piece)
+    return digest.hexdigest()
 
 
 @contextmanager
-def _view(files: _Files, name: str) -> Iterator[memoryview]:
-    views = files.mapped(name)
-    yield next(views)
-    for _ in views:
-        pass
+def _view(files: _Files, name: str) -> Iterator[tuple[memoryview, str]]:
+    """A file's bytes, mapped, and their SHA-256. Facts hold no part of the map, so it ends with the view."""
+    with files.opened(name) as (file, digest):
+        if os.fstat(file.fileno()).st_size:
+            yield memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), digest
+        else:
+            yield memoryview(b""), digest
 
 
 def _installed_place(name: str) -> str:
@@ -293,13 +300,13 @@ def _collect(source: str, files: _Files, policy: Policy) -> Distribution:
             continue
         head = files.head(name, 4)
         if head == elf.ELF_MAGIC:
-            with _view(files, name) as data:
+            with _view(files, name) as (data, digest):
                 try:
-                    libraries.append(elf.read(place, data, quest))
+                    libraries.append(elf.read(place, data, quest, digest))
                 except AuditError as fault:
                     faults.append(Fault("elf-unreadable", place, str(fault).removeprefix(f"{place}: ")))
         elif head == fatbin.MAGIC:
-            with _view(files, name) as data:
+            with _view(files, name) as (data, _):
                 binaries = fatbin.read(data)
             gpu_files.extend((place, code) for code in binaries.code)
             faults.extend(Fault("gpu-code-unreadable", place, fault) for fault in binaries.faults)
