@@ -6,6 +6,7 @@ import importlib
 import struct
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -285,6 +286,40 @@ def test_the_audit_needs_its_extra_and_says_so(forge: Forge, tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("True AuditError ")
     assert "pip install headrace[audit]" in done.stdout
+
+
+def test_the_command_works_where_the_package_shows_the_function_of_its_name(
+    forge: Forge, tmp_path: Path
+) -> None:
+    """PK5: `headrace.audit(path)` is the public name, and headrace.audit is the package that has it."""
+    path = forge.wheel(Wheel({"pkg/_c.so": forge.shared("int entry;")}), tmp_path)
+    script = (
+        "import argparse, headrace; from headrace.audit import audit; headrace.audit = audit\n"
+        "from headrace.audit import command\n"
+        "parser = argparse.ArgumentParser(); command.add_arguments(parser)\n"
+        f"assert headrace.audit({str(path)!r}).ok\n"
+        f"raise SystemExit(command.run(parser.parse_args([{str(path)!r}])))\n"
+    )
+    subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+
+
+@pytest.mark.parametrize("unit", [b"a", b"lib", b"/a", b"/home/a", b"a.", b"/home/"])
+def test_no_text_takes_the_square_of_its_length(unit: bytes, audited: Audited, forge: Forge) -> None:
+    """PK5: searching half a megabyte of what a pattern likes best ends within seconds."""
+    long = unit * (500_000 // len(unit))
+    text = long.decode()
+    begin = time.process_time()
+    library = forge.shared(f'const char *entry(void) {{ return "{text}"; }}')
+    audited(Wheel({"pkg/_c.so": library, "pkg/__init__.py": long}))
+    assert time.process_time() - begin < 5
+
+
+def test_build_paths_end_where_their_string_ends(forge: Forge) -> None:
+    """PK5: "/home/" and a slash far behind it are no path."""
+    apart = forge.shared('const char a[] = "/home/"; const char b[] = "me/x";')
+    assert facts(apart).build_paths == ()
+    whole = forge.shared('const char a[] = "at /home/me/x"; const char b[] = "x/home/me/y";')
+    assert facts(whole).build_paths == ("/home/me/x",)
 
 
 def test_libraries_under_data_schemes_are_placed_where_the_installer_puts_them(

@@ -298,6 +298,22 @@ def _(forge: Forge, faulty: bool) -> Wheel:
     return Wheel({"pkg/_one.so": one, "pkg/_two.so": two})
 
 
+@case("symbol-twice-apart", "tables-of-a-class")
+def _(forge: Forge, faulty: bool) -> Wheel:
+    source = 'struct __attribute__((visibility("%s"))) A { virtual void f(); }; void A::f() {}'
+    source += " void *%s() { return new A; } void *operator new(unsigned long) noexcept;"
+    one, two = (
+        forge.shared(
+            source % (visibility, name) + f" static char {name}_memory[64];"
+            f" void *operator new(unsigned long) noexcept {{ return {name}_memory; }}",
+            compiler="c++",
+            flags=["-fno-rtti", "-fno-exceptions", "-Wno-new-returns-null"],
+        )
+        for name, visibility in (("one", "default"), ("two", "default" if faulty else "hidden"))
+    )
+    return Wheel({"pkg/_one.so": one, "pkg/_two.so": two})
+
+
 @case("symbol-twice-apart")
 def _(forge: Forge, faulty: bool) -> Wheel:
     hidden = "" if faulty else "static "
@@ -355,6 +371,13 @@ def _(forge: Forge, faulty: bool) -> Wheel:
 def _(forge: Forge, faulty: bool) -> Wheel:
     runpath = "$ORIGIN/" + ("" if faulty else "../") + "../nvidia/cuda_runtime/lib"
     return Wheel({"pkg/sub/_c.so": plain(forge, runpath=runpath)}, requires=[RUNTIME12])
+
+
+@case("runpath-dead", "site-packages-itself")
+def _(forge: Forge, faulty: bool) -> Wheel:
+    # A folder that is always there, but no package's; unless the wheel has a library in it.
+    files = {"pkg/_c.so": plain(forge, runpath="$ORIGIN/..")}
+    return Wheel(files if faulty else {**files, "_top.so": plain_source(forge, "int top;")})
 
 
 @case("runpath-undeclared")

@@ -12,8 +12,7 @@ import sys
 from dataclasses import replace
 from typing import Any, Final
 
-from headrace import audit
-from headrace.audit import rows
+from headrace.audit import audit, default_policy, load_policy, rows
 from headrace.errors import AuditError
 
 __all__ = ["add_arguments", "run"]
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _paths(args: argparse.Namespace) -> int:
-    policy = audit.load_policy(args.policy) if args.policy else audit.default_policy()
+    policy = load_policy(args.policy) if args.policy else default_policy()
     if args.arch:
         policy = policy.with_architectures(tuple(args.arch))
     if args.row is not None:
@@ -85,7 +84,7 @@ def _paths(args: argparse.Namespace) -> int:
     reports = []
     for path in args.paths:
         try:
-            reports.append(audit.audit(path, policy=policy))
+            reports.append(audit(path, policy=policy))
         except AuditError as fault:
             print(f"headrace audit: {fault}", file=sys.stderr)
             code = UNUSABLE
@@ -98,7 +97,7 @@ def _paths(args: argparse.Namespace) -> int:
 
 
 def _rules(args: argparse.Namespace) -> int:
-    rules = audit.default_policy().rules.values()
+    rules = default_policy().rules.values()
     if args.json:
         print(json.dumps({"version": 1, "rules": [vars(rule) for rule in rules]}, indent=2))
     for rule in () if args.json else rules:

@@ -34,7 +34,7 @@ _ENTRY: Final = struct.Struct("<HHIQIIHHIIIQQQ")
 _KINDS: Final = {1: "ptx", 2: "sass", 8: "ltoir", 16: "sass"}
 _LZ4, _ZSTD, _SPECIFIC, _FAMILY = 0x2000, 0x8000, 0x100000, 0x200000
 #: More uncompressed bytes than one entry of any known library; a larger claim is not unpacked.
-_UNPACK_LIMIT: Final = 256 << 20
+_UNPACK_LIMIT: Final = 64 << 20
 
 
 @dataclass(frozen=True, order=True)

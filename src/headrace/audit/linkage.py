@@ -179,7 +179,8 @@ def symbol_unresolved(inspection: Inspection) -> Iterator[Finding]:
                 if policy.interpreter_symbols.match(one.name) or _component_loaded(policy, load, one.name):
                     continue
                 others = [maker for maker in makers.get(one.name, []) if maker not in loaded]
-                if others and not one.version:
+                # Parts of the C++ run time are in many libraries; which one was meant cannot be known.
+                if others and not one.version and not policy.cxx_runtime_names.match(one.name):
                     missing[others[0].path].append(one.name)
                 elif closed:
                     missing[""].append(one.name)
@@ -234,7 +235,8 @@ def _shared(inspection: Inspection, rule: str, together: bool) -> Iterator[Findi
     groups: dict[tuple[bool, tuple[Library, ...]], list[str]] = defaultdict(list)
     for name, libraries in makers.items():
         if len(libraries) > 1 and not _alternatives(libraries):
-            state = any(name in library.data_exports for library in libraries)
+            # A class's own tables are objects, but no state.
+            state = not name.startswith("_ZT") and any(name in one.data_exports for one in libraries)
             groups[state, tuple(libraries)].append(name)
     loads = [frozenset(load.libraries) for load in inspection.loading.loads]
     for (state, group), names in groups.items():
@@ -308,7 +310,7 @@ def _known_place(inspection: Inspection, one: Hop) -> bool | None:
     if place is None or one.escapes or place in facts.folders:
         return True
     if not place:
-        return any("/" not in library.path for library in facts.libraries)
+        return any("/" not in library.path for library in facts.libraries) or None
     owned = inspection.declared.place(place)
     if owned is None and facts.site is not None and (facts.site / place).is_dir():
         return True

@@ -74,7 +74,7 @@ class Report:
         if idle:
             lines.append(f"rules that had nothing to look at: {', '.join(idle)}")
         lines.append(
-            f"{len(self.problems)} problems, {len(self.advice)} pieces of advice, {len(self.allowed)} allowed"
+            f"problems: {len(self.problems)}, advice: {len(self.advice)}, allowed: {len(self.allowed)}"
         )
         return "".join(_printable(line) + "\n" for line in lines)
 

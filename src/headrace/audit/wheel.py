@@ -57,11 +57,13 @@ _UNREADABLE: Final = (
     EOFError,
     ValueError,
 )
-_METADATA_NBYTES: Final = 16 << 20
+_METADATA_NBYTES: Final = 4 << 20
+_REQUIREMENTS: Final = 10_000
 _PYTHON_NBYTES: Final = 64 << 20
 #: Text by name; a library that hides behind one of these cannot be loaded by that name either.
 _TEXT: Final = (".py", ".pyi", ".h", ".hpp", ".cuh", ".txt", ".md", ".json", ".html", ".csv", ".pyx", ".pxd")
-_LIBRARY_NAME: Final = re.compile(rb"[\w+-]+\.so(?:\.[0-9]+)*")
+#: Tried at the start of a word alone, and not for ever: a long word without an end must not take its square.
+_LIBRARY_NAME: Final = re.compile(rb"(?<![\w+-])[\w+-]{1,200}\.so(?:\.[0-9]+)*")
 
 
 @dataclass(frozen=True)
@@ -362,7 +364,10 @@ def _described(facts: Distribution, files: _Files) -> Distribution:
     metadata, wheel = headers("METADATA"), headers("WHEEL")
     requirements = []
     faults = list(facts.faults)
-    for text in metadata.get("requires-dist", []):
+    listed = metadata.get("requires-dist", [])
+    if len(listed) > _REQUIREMENTS:
+        raise AuditError(f"{facts.source}: expected at most {_REQUIREMENTS} requirements, got {len(listed)}")
+    for text in listed:
         try:
             requirements.append(Requirement(text))
         except InvalidRequirement as fault:
