@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from wheel_forge import Forge, Wheel
 
 from headrace.audit import audit
 from headrace.audit.report import Report
+from tests.audit.wheel_forge import Forge, Wheel
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from wheel_faults import RUNTIME12, cuda12
-from wheel_forge import Entry, Forge, Wheel, fatbin
 
 from headrace.audit import audit, command, default_policy, load_policy
 from headrace.audit.report import Report
 from headrace.errors import AuditError
+from tests.audit.wheel_faults import RUNTIME12, cuda12
+from tests.audit.wheel_forge import Entry, Forge, Wheel, fatbin
 
 Audited = Callable[[Wheel], Report]
 REPOSITORY = Path(__file__).parents[2]

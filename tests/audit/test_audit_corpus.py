@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from wheel_faults import CASES, Case
-from wheel_forge import Forge, Wheel
 
 from headrace.audit import cuda, default_policy, linkage, platform
 from headrace.audit.report import Finding, Report
 from headrace.audit.rules import Inspection
+from tests.audit.wheel_faults import CASES, Case
+from tests.audit.wheel_forge import Forge, Wheel
 
 Audited = Callable[[Wheel], Report]
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=[case.id for case in CASES])

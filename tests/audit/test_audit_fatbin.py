@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wheel_forge import Entry, cubin, fatbin
 
 from headrace.audit.fatbin import GpuCode, embedded, read, unpack_lz4
+from tests.audit.wheel_forge import Entry, cubin, fatbin
 
 FATBINS = Path(__file__).parent / "fatbins"
 WRITTEN_BY_NVCC = {

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from wheel_faults import HOP12, RUNTIME12, cuda12
-from wheel_forge import Entry, Forge, Wheel, fatbin, uses
 
 from headrace.audit import audit, default_policy, elf, wheel
 from headrace.audit.elf import Import, Quest
 from headrace.audit.report import Report
 from headrace.errors import AuditError
+from tests.audit.wheel_faults import HOP12, RUNTIME12, cuda12
+from tests.audit.wheel_forge import Entry, Forge, Wheel, fatbin, uses
 
 Audited = Callable[[Wheel], Report]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from wheel_forge import Entry, Forge, Wheel, cubin, fatbin, patched, uses
+from tests.audit.wheel_forge import Entry, Forge, Wheel, cubin, fatbin, patched, uses
 
 RUNTIME12 = "nvidia-cuda-runtime-cu12>=12.6"
 HOP12 = "$ORIGIN/../nvidia/cuda_runtime/lib"
