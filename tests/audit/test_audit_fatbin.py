@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,26 @@ def test_kernels_in_uncompressed_code_are_seen_and_compressed_code_is_counted_as
     assert read(memoryview((FATBINS / "plain.fatbin").read_bytes()), wanted).kernels == {"_Z1kPf"}
     zstd = read(memoryview((FATBINS / "zstd.fatbin").read_bytes()), wanted)
     assert zstd.kernels == {"_Z1kPf"} or zstd.opaque == 3  # Python 3.14 can unpack them
+
+
+def test_zstd_code_is_unpacked_where_python_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PK5: compression.zstd is new in Python 3.14; a stand-in with its signature serves the others."""
+
+    class ZstdDecompressor:
+        def decompress(self, data: bytes, max_length: int = -1) -> bytes:
+            assert data[:4] == b"\x28\xb5\x2f\xfd"
+            assert max_length > 0
+            return b"\n.visible .entry _Z1kPf(\n"
+
+    zstd = types.ModuleType("compression.zstd")
+    zstd.ZstdDecompressor, zstd.ZstdError = ZstdDecompressor, ValueError  # type: ignore[attr-defined]
+    package = types.ModuleType("compression")
+    package.zstd = zstd  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "compression", package)
+    monkeypatch.setitem(sys.modules, "compression.zstd", zstd)
+    data = memoryview((FATBINS / "relocatable.fatbin").read_bytes())
+    found = read(data, frozenset({"_Z1kPf", "_Z2noPf"}))
+    assert (found.kernels, found.opaque) == ({"_Z1kPf"}, 0)
 
 
 def test_several_containers_with_gaps_are_summed() -> None:
