@@ -108,7 +108,8 @@ Instance::Instance(const MethodPlan& plan) : plan_(plan) {
     const TensorPlan* t = plan.tensor_of(value);
     bool also_input = std::find(plan.inputs.begin(), plan.inputs.end(), value) != plan.inputs.end();
     bool twice = std::count(plan.outputs.begin(), plan.outputs.end(), value) > 1;
-    output_is_caller_memory_.push_back(t != nullptr && t->storage == Storage::kNone && !also_input && !twice);
+    bool moved = std::find(plan.moved.begin(), plan.moved.end(), value) != plan.moved.end();
+    output_is_caller_memory_.push_back(t != nullptr && t->storage == Storage::kNone && !also_input && !twice && !moved);
   }
 }
 

@@ -8,7 +8,7 @@
 #include <unordered_set>
 
 #include "program/flatbuffer.h"
-#include "program/operators.h"
+#include "program/flow.h"
 
 namespace headrace {
 
@@ -280,7 +280,16 @@ class ProgramReader : FileReader {
     m.outputs = read_indices(plan.vector(4), m, "output");
     read_chains(plan.vector(5), m);
     check_buffer(buffer_);
-    check_unplanned(m);
+    if (auto wrong = check_flow(m)) {
+      const Instruction* in = nullptr;
+      if (wrong->chain < m.chains.size() && wrong->instruction < m.chains[wrong->chain].size()) {
+        in = &m.chains[wrong->chain][wrong->instruction];
+        where_ += instruction_text(wrong->chain, wrong->instruction);
+      }
+      if (in != nullptr && in->kind == InstructionKind::kKernel)
+        where_ += called("kernel", m.operators, in->target);
+      fail(wrong->text);
+    }
     return m;
   }
 
@@ -581,13 +590,19 @@ class ProgramReader : FileReader {
       auto& chain = m.chains.emplace_back();
       chain.reserve(instructions.size());
       for (size_t i = 0; i < instructions.size(); ++i) {
-        where_ = method + format(c ? ", chain %zu, instruction %zu" : ", instruction %zu", c ? c : i, i);
+        where_ = method + instruction_text(c, i);
         chain.push_back(read_instruction(instructions.table(i), instructions.size(), m));
         check_buffer(buffer_);
       }
       where_ = method;
-      check_flow(chain, c, m);
     }
+  }
+
+  static std::string instruction_text(size_t chain, size_t i) {
+    return (chain ? format(", chain %zu", chain) : std::string()) + format(", instruction %zu", i);
+  }
+  static std::string called(const char* what, const std::vector<std::string>& names, int32_t index) {
+    return std::string(" (") + what + " " + quoted(names[static_cast<size_t>(index)]) + ")";
   }
 
   Instruction read_instruction(const fb::Table& instruction, size_t count, MethodPlan& m) {
@@ -601,10 +616,8 @@ class ProgramReader : FileReader {
     switch (out.kind) {
       case InstructionKind::kKernel: {
         check_index(out.target, m.operators.size(), "operator");
-        const std::string& name = m.operators[static_cast<size_t>(out.target)];
-        where_ += " (kernel " + quoted(name) + ")";
+        where_ += called("kernel", m.operators, out.target);
         out.args = read_indices(body.vector(1, 4), m, "argument");
-        if (std::string wrong = check_arguments(name, out.args, m); !wrong.empty()) fail(wrong);
         break;
       }
       case InstructionKind::kDelegate:
@@ -620,10 +633,13 @@ class ProgramReader : FileReader {
       case InstructionKind::kJumpFalse: {
         out.destination = body.scalar<int32_t>(1);
         check_index(out.target, m.values.size(), "condition");
-        check_index(out.destination, count + 1, "jump target");  // one past the last ends the method
+        // A branch at the end of a method jumps behind its last instruction.
+        check_index(out.destination, count + 1, "jump target");
         const ValuePlan& condition = m.values[static_cast<size_t>(out.target)];
         const TensorPlan* tensor = m.tensor_of(out.target);
-        if (condition.kind != ValueKind::kBool && !(tensor != nullptr && tensor->dtype == DType::kBool)) {
+        bool number = condition.kind == ValueKind::kBool || condition.kind == ValueKind::kInt ||
+                      condition.kind == ValueKind::kDouble;
+        if (!number && !(tensor != nullptr && tensor->dtype == DType::kBool)) {
           fail(format("condition: expected a bool or a bool tensor, got value %d, %s", out.target,
                       kind_name(condition.kind)));
         }
@@ -638,98 +654,6 @@ class ProgramReader : FileReader {
         break;
     }
     return out;
-  }
-
-  // What no single instruction shows: moves that change a value's kind, loops that nothing can end, values
-  // used after they were freed.
-  void check_flow(const std::vector<Instruction>& chain, size_t index, MethodPlan& m) {
-    std::unordered_set<int32_t> freed;
-    for (size_t i = 0; i < chain.size(); ++i) {
-      const Instruction& in = chain[i];
-      auto at = [&] { return format("chain %zu, instruction %zu: ", index, i); };
-      auto used = [&](int32_t value) {
-        if (freed.count(value) != 0)
-          fail(at() + format("expected a live value, got value %d, which was freed", value));
-      };
-      for (int32_t value : in.args) used(value);
-      if (in.kind == InstructionKind::kMove) {
-        ValueKind from = m.values[static_cast<size_t>(in.target)].kind;
-        ValueKind to = m.values[static_cast<size_t>(in.destination)].kind;
-        used(in.target);
-        if (from != to) {
-          fail(at() + format("expected a move between values of one kind, got %s to %s", kind_name(from),
-                             kind_name(to)));
-        }
-      }
-      if (in.kind == InstructionKind::kFree) {
-        used(in.target);
-        freed.insert(in.target);
-      }
-      if (in.kind == InstructionKind::kJumpFalse && static_cast<size_t>(in.destination) <= i) {
-        m.loops = true;
-        bool written = false;
-        for (size_t j = static_cast<size_t>(in.destination); j < i; ++j) {
-          const auto& body = chain[j];
-          written |= std::find(body.args.begin(), body.args.end(), in.target) != body.args.end() ||
-                     (body.kind == InstructionKind::kMove && body.destination == in.target);
-        }
-        if (!written) {
-          fail(at() +
-               format("expected a loop that writes its own condition, got one that leaves value %d as it is "
-                      "and would never end",
-                      in.target));
-        }
-      }
-    }
-    if (!freed.empty() && m.loops) fail("expected no value freed in a method with loops; export it again");
-    for (int32_t value : m.outputs) {
-      if (freed.count(value) != 0)
-        fail(format("expected live outputs, got value %d, which was freed", value));
-    }
-  }
-
-  // A tensor without memory of its own must get some before a kernel or a delegate touches it: from the
-  // caller (inputs and outputs), or from an instruction that makes it a view of another.
-  void check_unplanned(const MethodPlan& m) {
-    std::vector<char> has_memory(m.values.size(), 1);
-    for (size_t i = 0; i < m.values.size(); ++i) {
-      const TensorPlan* t = m.tensor_of(static_cast<int32_t>(i));
-      if (t != nullptr && t->storage == Storage::kNone && t->nbytes != 0) has_memory[i] = 0;
-    }
-    for (int32_t i : m.inputs) has_memory[static_cast<size_t>(i)] = 1;
-    for (int32_t i : m.outputs) has_memory[static_cast<size_t>(i)] = 1;
-    for (const auto& chain : m.chains) {
-      for (size_t i = 0; i < chain.size(); ++i) {
-        const Instruction& in = chain[i];
-        if (in.kind == InstructionKind::kMove) {
-          if (has_memory[static_cast<size_t>(in.target)] != 0)
-            has_memory[static_cast<size_t>(in.destination)] = 1;
-          continue;
-        }
-        bool view = in.kind == InstructionKind::kKernel &&
-                    m.operators[static_cast<size_t>(in.target)] == "executorch_prim::et_view.default";
-        for (size_t a = 0; a < in.args.size(); ++a) {
-          auto value = static_cast<size_t>(in.args[a]);
-          if (has_memory[value] == 0 && view && a + 1 == in.args.size()) has_memory[value] = 1;
-          check_has_memory(m, in.args[a], has_memory, i, a);
-        }
-      }
-    }
-  }
-  void check_has_memory(const MethodPlan& m, int32_t value, const std::vector<char>& has_memory, size_t i,
-                        size_t a) const {
-    const ValuePlan& v = m.values[static_cast<size_t>(value)];
-    if (v.kind == ValueKind::kTensorList || v.kind == ValueKind::kOptionalTensorList) {
-      for (int32_t item : v.items) {
-        if (item >= 0) check_has_memory(m, item, has_memory, i, a);
-      }
-    } else if (has_memory[static_cast<size_t>(value)] == 0) {
-      fail(format(
-          "instruction %zu, argument %zu: expected a tensor with memory, got value %d, which is neither "
-          "planned, constant, external, an input nor an output; export it with bounds for every dynamic "
-          "shape",
-          i, a, value));
-    }
   }
 
   fb::Buffer buffer_;
