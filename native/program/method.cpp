@@ -17,8 +17,7 @@ using executorch::aten::TensorImpl;
 
 namespace {
 
-// A loop in a program may run as long as it likes, but not for ever: about a minute of the cheapest steps.
-constexpr int64_t kMaxLoopSteps = 1'000'000'000;
+constexpr size_t kArenaAlignment = 64;
 
 ValueInfo describe_value(const MethodPlan& plan, int32_t value) {
   const ValuePlan& v = plan.values[static_cast<size_t>(value)];
@@ -109,7 +108,8 @@ Instance::Instance(const MethodPlan& plan) : plan_(plan) {
     bool also_input = std::find(plan.inputs.begin(), plan.inputs.end(), value) != plan.inputs.end();
     bool twice = std::count(plan.outputs.begin(), plan.outputs.end(), value) > 1;
     bool moved = std::find(plan.moved.begin(), plan.moved.end(), value) != plan.moved.end();
-    output_is_caller_memory_.push_back(t != nullptr && t->storage == Storage::kNone && !also_input && !twice && !moved);
+    output_is_caller_memory_.push_back(t != nullptr && t->storage == Storage::kNone && !also_input &&
+                                       !twice && !moved);
   }
 }
 
@@ -118,8 +118,10 @@ Instance::~Instance() = default;
 Status Instance::allocate() {
   for (size_t b = 1; b < plan_.buffers.size(); ++b) {
     size_t nbytes = plan_.buffers[b].nbytes;
-    size_t rounded = nbytes > SIZE_MAX - 64 ? 0 : std::max<size_t>((nbytes + 63) / 64 * 64, 64);
-    auto* arena = rounded ? static_cast<uint8_t*>(std::aligned_alloc(64, rounded)) : nullptr;
+    // Zeroed, so that what a program reads before it writes is the same in every run; by calloc, which takes
+    // large blocks from the system as they are used.
+    auto* arena =
+        nbytes > SIZE_MAX / 2 ? nullptr : static_cast<uint8_t*>(std::calloc(1, nbytes + kArenaAlignment));
     if (arena == nullptr) {
       Status status(ErrorCode::kOutOfDeviceMemory,
                     plan_.name + ", planned buffer " + std::to_string(b) + ": expected " +
@@ -129,15 +131,15 @@ Status Instance::allocate() {
       return status;
     }
     arenas_.emplace_back(arena);
-    // What a program reads before it writes is then the same in every run.
-    std::memset(arena, 0, rounded);
-    spans_.emplace_back(arena, nbytes);
+    size_t lead = (kArenaAlignment - reinterpret_cast<uintptr_t>(arena) % kArenaAlignment) % kArenaAlignment;
+    spans_.emplace_back(arena + lead, nbytes);
   }
   return {};
 }
 
 Result<std::unique_ptr<Instance>> Instance::load(const ProgramCore& core, const MethodPlan& plan) {
   std::unique_ptr<Instance> self(new Instance(plan));
+  self->max_steps_ = core.max_steps;
   if (Status status = self->allocate(); !status.ok()) return status;
   self->planned_.emplace(et::Span<et::Span<uint8_t>>(self->spans_.data(), self->spans_.size()));
   self->memory_.emplace(&self->method_allocator_, &*self->planned_, &self->temp_allocator_);
@@ -330,12 +332,18 @@ Status Instance::execute() {
   } else {
     int64_t steps = 0;
     while ((error = method_->step()) == et::Error::Ok) {
-      if (++steps < kMaxLoopSteps) continue;
+      if (++steps < max_steps_) continue;
       stuck_ = true;  // the engine cannot leave a method in its middle
-      return Status(ErrorCode::kDelegate, plan_.name + ": expected a loop to end within " +
-                                              std::to_string(kMaxLoopSteps) + " instructions, got more");
+      return Status(ErrorCode::kDelegate,
+                    plan_.name + ": expected a loop to end within " + std::to_string(max_steps_) +
+                        " instructions, got more; load the program with a larger max_steps "
+                        "if it is meant to take that long");
     }
-    if (error == et::Error::EndOfMethod) error = method_->reset_execution();
+    if (error == et::Error::EndOfMethod) {
+      error = method_->reset_execution();
+    } else {
+      stuck_ = true;
+    }
   }
   if (error == et::Error::Ok) return {};
   return engine_status(error, "running", plan_, log.take());

@@ -38,6 +38,7 @@ class ProgramCore {
   std::unique_ptr<executorch::runtime::DataLoader> loader;
   std::optional<executorch::runtime::Program> program;
   std::map<std::string, std::map<std::string, OptionValue>> options;
+  int64_t max_steps = 0;
 };
 
 // One copy of a method's memory and of its delegates' state.
@@ -72,6 +73,7 @@ class Instance {
   std::vector<std::unique_ptr<TensorSlot>> slots_;
   std::vector<char>
       output_is_caller_memory_;  // unplanned outputs, bound to a block or to `out` for each call
+  int64_t max_steps_ = 0;
   bool stuck_ = false;
 };
 

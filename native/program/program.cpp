@@ -113,10 +113,15 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
     return Status(ErrorCode::kOption,
                   "instances: expected a count between 1 and 1024, got " + std::to_string(options.instances));
   }
+  if (options.max_steps < 1) {
+    return Status(ErrorCode::kOption,
+                  "max_steps: expected a count of at least 1, got " + std::to_string(options.max_steps));
+  }
   auto core = std::make_shared<ProgramCore>();
   core->file = std::move(file);
   core->data = options.data;
   core->options = options.options;
+  core->max_steps = options.max_steps;
 
   core->loader =
       std::make_unique<executorch::extension::BufferDataLoader>(core->file->data(), core->file->size());

@@ -35,11 +35,12 @@ std::shared_ptr<const Bytes> bytes_of(nb::handle source, const char* what) {
 }
 
 std::shared_ptr<Program> load(nb::handle source, nb::sequence data, int instances, bool allow_native_code,
-                              nb::dict options) {
+                              int64_t max_steps, nb::dict options) {
   LoadOptions load;
   for (nb::handle d : data) load.data.push_back(bytes_of(d, "data file (bytes)"));
   load.instances = instances;
   load.allow_native_code = allow_native_code;
+  load.max_steps = max_steps;
   for (auto [delegate, entries] : options) {
     auto& list = load.options[nb::cast<std::string>(delegate)];
     for (auto [key, value] : nb::cast<nb::dict>(entries)) {
@@ -164,7 +165,7 @@ NB_MODULE(_core, m) {
 
   nb::class_<Program>(m, "Program")
       .def_static("load", &load, nb::arg("source"), nb::arg("data"), nb::arg("instances"),
-                  nb::arg("allow_native_code"), nb::arg("options"))
+                  nb::arg("allow_native_code"), nb::arg("max_steps"), nb::arg("options"))
       .def("method_names", &Program::method_names)
       .def("method", &Program::method)
       .def("memory",

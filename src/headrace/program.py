@@ -223,6 +223,7 @@ def load(
     options: Mapping[str, Mapping[str, OptionValue]] | None = None,
     instances: int = 1,
     allow_native_code: bool = True,
+    max_steps: int = 1_000_000_000,
 ) -> Program:
     """Load an ExecuTorch program (``.pte``) and all its methods.
 
@@ -238,6 +239,9 @@ def load(
         allow_native_code: False refuses programs with delegates whose payload is machine code. Loading
             such a program runs its code in this process: load it only if you trust where it comes from.
 
+        max_steps: instructions that one call of a method with loops may take before it is stopped with
+            DelegateError; the program must be loaded again then.
+
     Raises:
         ProgramError: not a program, malformed, of an unknown version, or its data files are missing or of
             another program.
@@ -249,6 +253,8 @@ def load(
     files = [data] if isinstance(data, str | os.PathLike | bytes | bytearray | memoryview) else list(data)
     if not isinstance(instances, int) or isinstance(instances, bool):
         raise OptionError(f"instances: expected an int, got {type(instances).__name__}")
+    if not isinstance(max_steps, int) or isinstance(max_steps, bool) or not 0 < max_steps < 2**63:
+        raise OptionError(f"max_steps: expected an int of at least 1, got {max_steps!r}")
     for delegate, entries in (options or {}).items():
         if not isinstance(entries, Mapping):
             raise OptionError(f"options of {delegate!r}: expected a mapping, got {type(entries).__name__}")
@@ -264,6 +270,11 @@ def load(
     if not isinstance(source, str | os.PathLike | bytes | bytearray | memoryview):
         raise ProgramError(f"expected a path or bytes, got {type(source).__name__}")
     native = core.Program.load(
-        source, files, instances, allow_native_code, {k: dict(v) for k, v in (options or {}).items()}
+        source,
+        files,
+        instances,
+        allow_native_code,
+        max_steps,
+        {k: dict(v) for k, v in (options or {}).items()},
     )
     return Program(native)

@@ -49,6 +49,9 @@ struct LoadOptions {
   std::vector<std::shared_ptr<const Bytes>> data;  // data files (.ptd), in the order of the search
   int instances = 1;                               // copies of the planned memory and of delegate state
   bool allow_native_code = true;                   // false refuses delegates whose payload is machine code
+  // Instructions that one call of a method with loops may take; more is kDelegate. About a minute of the
+  // cheapest ones. A method without loops takes each of its instructions once at most and is not limited.
+  int64_t max_steps = 1'000'000'000;
   // Options for delegates, by delegate name, then key (at most 63 bytes each).
   std::map<std::string, std::map<std::string, OptionValue>> options;
 };
