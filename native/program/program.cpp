@@ -3,10 +3,13 @@
 #include <executorch/extension/data_loader/buffer_data_loader.h>
 
 #include <algorithm>
+#include <optional>
+#include <unordered_map>
 
 #include "program/engine.h"
 #include "program/log.h"
 #include "program/method.h"
+#include "program/xnnpack.h"
 
 namespace headrace {
 
@@ -52,6 +55,35 @@ Status check_external_data(const ProgramCore& core) {
   }
   if (!mismatched.empty()) {
     return Status(ErrorCode::kProgram, name + ": the data files are of another program: " + mismatched);
+  }
+  return {};
+}
+
+// The payloads whose format is known are compared with the calls and the data that they name.
+Status check_payloads(const ProgramCore& core) {
+  // The engine looks in the program first, then in the data files; either must do.
+  std::unordered_map<std::string_view, std::string_view> named;
+  for (const NamedBlob& blob : core.plan.named_data) {
+    auto [at, fresh] = named.emplace(blob.key, blob.bytes);
+    if (!fresh && blob.bytes.size() < at->second.size()) at->second = blob.bytes;
+  }
+  auto find = [&](std::string_view key) -> std::optional<std::string_view> {
+    auto at = named.find(key);
+    const DataEntry* entry = core.data_map.find(key);
+    if (entry != nullptr && (at == named.end() || entry->bytes.size() < at->second.size()))
+      return entry->bytes;
+    return at == named.end() ? std::nullopt : std::optional(at->second);
+  };
+  for (const MethodPlan& method : core.plan.methods) {
+    for (size_t i = 0; i < method.delegates.size(); ++i) {
+      if (method.delegates[i].id != kXnnpack) continue;
+      if (std::string wrong = check_xnnpack(method, i, find); !wrong.empty()) {
+        return Status(ErrorCode::kProgram, core.file->name() + ", method '" + method.name +
+                                               "', payload of delegate " + std::to_string(i) + " ('" +
+                                               method.delegates[i].id + "'): " + wrong +
+                                               "; the file is damaged, export it again");
+      }
+    }
   }
   return {};
 }
@@ -146,6 +178,7 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
     if (Status status = core->data_map.add(data->name(), std::move(*entries)); !status.ok()) return status;
   }
   if (Status status = check_external_data(*core); !status.ok()) return status;
+  if (Status status = check_payloads(*core); !status.ok()) return status;
   if (Status status = check_delegates_and_kernels(*core, options); !status.ok()) return status;
 
   std::shared_ptr<Program> self(new Program());
