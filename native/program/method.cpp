@@ -7,6 +7,7 @@
 #include "program/engine.h"
 #include "program/layout.h"
 #include "program/log.h"
+#include "program/xnnpack.h"
 
 namespace headrace {
 
@@ -101,7 +102,7 @@ struct Instance::TensorSlot {
   size_t scratch_capacity = 0;
 };
 
-Instance::Instance(const MethodPlan& plan) : plan_(plan) {
+Instance::Instance(const ProgramCore& core, const MethodPlan& plan) : core_(core), plan_(plan) {
   for (size_t i = 0; i < plan.inputs.size(); ++i) slots_.push_back(std::make_unique<TensorSlot>());
   for (int32_t value : plan.outputs) {
     const TensorPlan* t = plan.tensor_of(value);
@@ -138,12 +139,16 @@ Status Instance::allocate() {
 }
 
 Result<std::unique_ptr<Instance>> Instance::load(const ProgramCore& core, const MethodPlan& plan) {
-  std::unique_ptr<Instance> self(new Instance(plan));
-  self->max_steps_ = core.max_steps;
+  std::unique_ptr<Instance> self(new Instance(core, plan));
   if (Status status = self->allocate(); !status.ok()) return status;
   self->planned_.emplace(et::Span<et::Span<uint8_t>>(self->spans_.data(), self->spans_.size()));
   self->memory_.emplace(&self->method_allocator_, &*self->planned_, &self->temp_allocator_);
+  if (Status status = self->open(); !status.ok()) return status;
+  return self;
+}
 
+Status Instance::open() {
+  const ProgramCore& core = core_;
   std::vector<std::vector<et::BackendOption>> storage;
   et::LoadBackendOptionsMap map;
   for (const auto& [delegate, entries] : core.options) {
@@ -171,11 +176,11 @@ Result<std::unique_ptr<Instance>> Instance::load(const ProgramCore& core, const 
 
   LogScope log;
   (void)core.data_map.take_missing();
-  auto method = core.program->load_method(plan.name.c_str(), &*self->memory_, nullptr,
+  auto method = core.program->load_method(plan_.name.c_str(), &*memory_, nullptr,
                                           core.data_map.empty() ? nullptr : &core.data_map,
                                           core.options.empty() ? nullptr : &map);
   if (!method.ok()) {
-    Status status = engine_status(method.error(), "loading", plan, log.take());
+    Status status = engine_status(method.error(), "loading", plan_, log.take());
     auto missing = core.data_map.take_missing();
     if (missing.empty()) return status;
     std::string keys;
@@ -184,8 +189,26 @@ Result<std::unique_ptr<Instance>> Instance::load(const ProgramCore& core, const 
     named.log = status.log;
     return named;
   }
-  self->method_.emplace(std::move(*method));
-  return self;
+  method_.emplace(std::move(*method));
+  return {};
+}
+
+// After a call that ended in its middle: the engine cannot leave a method there, and XNNPACK takes shapes for
+// settled whose memory it did not get, so another call would write beyond it.
+Status Instance::reopen() {
+  for (const TensorPlan& t : plan_.tensors) {
+    if (!t.mutable_state) continue;
+    return Status(
+        ErrorCode::kDelegate,
+        plan_.name +
+            ": an earlier call failed in its middle, and what the method keeps between calls with it; "
+            "load the program again");
+  }
+  method_.reset();
+  method_allocator_.reset();
+  if (Status status = open(); !status.ok()) return status;
+  broken_ = false;
+  return {};
 }
 
 Status Instance::bind_input(size_t i, const Value& value, CallStats& stats) {
@@ -320,11 +343,6 @@ Status Instance::collect_output(size_t i, const Value* given, Ring& ring, Value&
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 Status Instance::execute() {
-  if (stuck_) {
-    return Status(ErrorCode::kDelegate, plan_.name +
-                                            ": an earlier call was stopped in the middle of a loop; load the "
-                                            "program again");
-  }
   LogScope log;
   et::Error error = et::Error::Ok;
   if (!plan_.loops) {
@@ -332,26 +350,32 @@ Status Instance::execute() {
   } else {
     int64_t steps = 0;
     while ((error = method_->step()) == et::Error::Ok) {
-      if (++steps < max_steps_) continue;
-      stuck_ = true;  // the engine cannot leave a method in its middle
+      if (++steps < core_.max_steps) continue;
+      broken_ = true;
       return Status(ErrorCode::kDelegate,
-                    plan_.name + ": expected a loop to end within " + std::to_string(max_steps_) +
+                    plan_.name + ": expected a loop to end within " + std::to_string(core_.max_steps) +
                         " instructions, got more; load the program with a larger max_steps "
                         "if it is meant to take that long");
     }
     if (error == et::Error::EndOfMethod) {
       error = method_->reset_execution();
     } else {
-      stuck_ = true;
+      broken_ = true;
     }
   }
   if (error == et::Error::Ok) return {};
-  return engine_status(error, "running", plan_, log.take());
+  Status status = engine_status(error, "running", plan_, log.take());
+  broken_ |= std::any_of(plan_.delegates.begin(), plan_.delegates.end(),
+                         [](const DelegatePlan& d) { return d.id == kXnnpack; });
+  return status;
 }
 #pragma GCC diagnostic pop
 
 Status Instance::run(std::span<const Value> inputs, std::span<const Value> out, Ring& ring,
                      std::vector<Value>& outputs, CallStats& stats) {
+  if (broken_) {
+    if (Status status = reopen(); !status.ok()) return status;
+  }
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (Status status = bind_input(i, inputs[i], stats); !status.ok()) return status;
   }

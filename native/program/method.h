@@ -53,13 +53,16 @@ class Instance {
 
  private:
   struct TensorSlot;  // the engine's view on one input of one call
-  explicit Instance(const MethodPlan& plan);
+  Instance(const ProgramCore& core, const MethodPlan& plan);
+  Status open();
+  Status reopen();
   Status allocate();
   Status bind_input(size_t i, const Value& value, CallStats& stats);
   Status bind_output(size_t i, const Value* given, Ring& ring, Value& out);
   Status collect_output(size_t i, const Value* given, Ring& ring, Value& out);
   Status execute();
 
+  const ProgramCore& core_;
   const MethodPlan& plan_;
   struct Free {
     void operator()(uint8_t* p) const { std::free(p); }
@@ -73,8 +76,7 @@ class Instance {
   std::vector<std::unique_ptr<TensorSlot>> slots_;
   std::vector<char>
       output_is_caller_memory_;  // unplanned outputs, bound to a block or to `out` for each call
-  int64_t max_steps_ = 0;
-  bool stuck_ = false;
+  bool broken_ = false;          // reopen() before the next call
 };
 
 class MethodPool {

@@ -164,7 +164,7 @@ class Graph {
   }
 
   // The bytes of constant number `index`.
-  std::optional<std::string_view> constant(uint32_t index) const {
+  std::string_view constant(uint32_t index) const {
     if (!has_constants_) {
       if (index >= constant_buffer_.size())
         fail("constant: expected an index below %zu, got %u", constant_buffer_.size(), index);
@@ -178,8 +178,14 @@ class Graph {
     std::string_view key = entry.string(2);
     auto offset = entry.scalar<uint64_t>(0), size = entry.scalar<uint64_t>(1);
     check_buffer();
-    // A key that no file has is reported by the delegate, which asks for it and reads nothing.
-    if (!key.empty()) return find_(key);
+    if (!key.empty()) {
+      if (auto bytes = find_(key)) return *bytes;
+      fail(
+          "constant %u: expected data under the key '%.*s', got no file that has it; pass the .ptd files "
+          "that were "
+          "exported with the program as data=",
+          index, static_cast<int>(std::min<size_t>(key.size(), 80)), key.data());
+    }
     if (offset > constants_.size() || size > constants_.size() - offset) {
       fail("constant %u: expected it inside %zu bytes, got offset %llu and size %llu", index,
            constants_.size(), static_cast<unsigned long long>(offset), static_cast<unsigned long long>(size));
@@ -245,18 +251,17 @@ class Graph {
   }
 
   void check_constant(const Tensor& t, uint32_t buffer, size_t index) const {
-    auto bytes = constant(buffer);
-    if (!bytes) return;
+    std::string_view bytes = constant(buffer);
     uint64_t rows = t.dims.empty() ? 1 : t.numel() / std::max(t.last(), 1u);
     // Elements of 4 bits fill whole bytes in each row.
     uint64_t needed = bits_of(t.type) == 4 ? rows * ((t.last() + 1) / 2)
                                            : t.numel() * static_cast<uint64_t>(bits_of(t.type)) / 8;
-    if (needed > bytes->size()) {
+    if (needed > bytes.size()) {
       fail("value %zu: expected %llu bytes for its shape, got a constant of %zu", index,
-           static_cast<unsigned long long>(needed), bytes->size());
+           static_cast<unsigned long long>(needed), bytes.size());
     }
     auto width = static_cast<uintptr_t>(std::max(bits_of(t.type) / 8, 1));
-    if (reinterpret_cast<uintptr_t>(bytes->data()) % width != 0) {
+    if (reinterpret_cast<uintptr_t>(bytes.data()) % width != 0) {
       fail("value %zu: expected a constant at a multiple of %zu bytes, got one between", index,
            static_cast<size_t>(width));
     }
@@ -295,10 +300,8 @@ class Graph {
     if (groups) have = std::max<uint64_t>(have, quant.vector(3, 2).size());
     check_buffer();
     if (buffer != 0) {
-      auto bytes = constant(buffer);
       auto count = quant.scalar<uint32_t>(groups ? 5 : 3);
-      if (!bytes) return;
-      have = std::min<uint64_t>(count, bytes->size() / (groups ? 2 : 4));
+      have = std::min<uint64_t>(count, constant(buffer).size() / (groups ? 2 : 4));
     }
     if (have < needed) {
       fail("value %zu: expected %llu scales, got %llu", index, static_cast<unsigned long long>(needed),

@@ -240,7 +240,7 @@ def load(
             such a program runs its code in this process: load it only if you trust where it comes from.
 
         max_steps: instructions that one call of a method with loops may take before it is stopped with
-            DelegateError; the program must be loaded again then.
+            DelegateError.
 
     Raises:
         ProgramError: not a program, malformed, of an unknown version, or its data files are missing or of
