@@ -9,6 +9,7 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "program/guards.h"
 #include "program/log.h"
 
 // The stock wheel exports these from libexecutorch_threadpool.so and ships no header for them
@@ -41,6 +42,7 @@ Status initialize() {
   std::call_once(once, [] {
     et::runtime_init();
     collect_engine_log();
+    guard_kernels();
   });
   return {};
 }

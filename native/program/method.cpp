@@ -18,8 +18,6 @@ using executorch::aten::TensorImpl;
 
 namespace {
 
-constexpr size_t kArenaAlignment = 64;
-
 ValueInfo describe_value(const MethodPlan& plan, int32_t value) {
   const ValuePlan& v = plan.values[static_cast<size_t>(value)];
   ValueInfo info;
@@ -119,11 +117,9 @@ Instance::~Instance() = default;
 Status Instance::allocate() {
   for (size_t b = 1; b < plan_.buffers.size(); ++b) {
     size_t nbytes = plan_.buffers[b].nbytes;
-    // Zeroed, so that what a program reads before it writes is the same in every run; by calloc, which takes
-    // large blocks from the system as they are used.
-    auto* arena =
-        nbytes > SIZE_MAX / 2 ? nullptr : static_cast<uint8_t*>(std::calloc(1, nbytes + kArenaAlignment));
-    if (arena == nullptr) {
+    // Zero, so that what a program reads before it writes is the same in every run.
+    Pages& arena = arenas_.emplace_back(nbytes);
+    if (arena.data() == nullptr) {
       Status status(ErrorCode::kOutOfDeviceMemory,
                     plan_.name + ", planned buffer " + std::to_string(b) + ": expected " +
                         std::to_string(nbytes) +
@@ -131,9 +127,7 @@ Status Instance::allocate() {
       status.device = "cpu";
       return status;
     }
-    arenas_.emplace_back(arena);
-    size_t lead = (kArenaAlignment - reinterpret_cast<uintptr_t>(arena) % kArenaAlignment) % kArenaAlignment;
-    spans_.emplace_back(arena + lead, nbytes);
+    spans_.emplace_back(arena.data(), nbytes);
   }
   return {};
 }

@@ -18,6 +18,7 @@
 
 #include "headrace/program.h"
 #include "program/data_map.h"
+#include "program/pages.h"
 #include "program/plan.h"
 #include "program/ring.h"
 
@@ -67,7 +68,7 @@ class Instance {
   struct Free {
     void operator()(uint8_t* p) const { std::free(p); }
   };
-  std::vector<std::unique_ptr<uint8_t, Free>> arenas_;
+  std::vector<Pages> arenas_;
   std::vector<executorch::runtime::Span<uint8_t>> spans_;
   executorch::extension::MallocMemoryAllocator method_allocator_, temp_allocator_;
   std::optional<executorch::runtime::HierarchicalAllocator> planned_;
