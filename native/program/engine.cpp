@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "program/allocator.h"
+#include "program/guards.h"
 #include "program/log.h"
 
 // The stock wheel exports these from libexecutorch_threadpool.so and ships no header for them
@@ -70,6 +71,7 @@ Status initialize() {
     if (!status.ok()) return;
     et::runtime_init();
     collect_engine_log();
+    guard_kernels();
     status = register_allocator();
   });
   return status;

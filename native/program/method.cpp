@@ -9,6 +9,7 @@
 #include "program/exit.h"
 #include "program/layout.h"
 #include "program/log.h"
+#include "program/xnnpack.h"
 
 namespace headrace {
 
@@ -18,8 +19,6 @@ using executorch::aten::Tensor;
 using executorch::aten::TensorImpl;
 
 namespace {
-
-constexpr size_t kArenaAlignment = 64;
 
 ValueInfo describe_value(const MethodPlan& plan, int32_t value) {
   const ValuePlan& v = plan.values[static_cast<size_t>(value)];
@@ -205,20 +204,16 @@ Status Instance::allocate() {
       continue;
     }
     size_t nbytes = buffer.nbytes;
-    // Zeroed, so that what a program reads before it writes is the same in every run; by calloc, which takes
-    // large blocks from the system as they are used.
-    auto* arena =
-        nbytes > SIZE_MAX / 2 ? nullptr : static_cast<uint8_t*>(std::calloc(1, nbytes + kArenaAlignment));
-    if (arena == nullptr) {
+    // Zero, so that what a program reads before it writes is the same in every run.
+    Pages& arena = arenas_.emplace_back(nbytes);
+    if (arena.data() == nullptr) {
       Status status(ErrorCode::kOutOfDeviceMemory,
                     what + "expected " + std::to_string(nbytes) +
                         " bytes on cpu, got none; free memory or export with smaller bounds");
       status.device = "cpu";
       return status;
     }
-    arenas_.emplace_back(arena);
-    size_t lead = (kArenaAlignment - reinterpret_cast<uintptr_t>(arena) % kArenaAlignment) % kArenaAlignment;
-    spans_.emplace_back(arena + lead, nbytes);
+    spans_.emplace_back(arena.data(), nbytes);
   }
   return {};
 }
@@ -584,7 +579,11 @@ Status Instance::execute() {
     torn_ = error != et::Error::Ok;
   }
   if (error == et::Error::Ok) return {};
-  return engine_status(error, "running", plan_, log.take());
+  Status status = engine_status(error, "running", plan_, log.take());
+  // XNNPACK takes shapes for settled whose memory it did not get: another call would write beyond it.
+  torn_ |= std::any_of(plan_.delegates.begin(), plan_.delegates.end(),
+                         [](const DelegatePlan& d) { return d.id == kXnnpack; });
+  return status;
 }
 #pragma GCC diagnostic pop
 

@@ -20,6 +20,7 @@
 #include "program/allocator.h"
 #include "program/data_map.h"
 #include "program/islands.h"
+#include "program/pages.h"
 #include "program/plan.h"
 
 namespace headrace {
@@ -103,7 +104,7 @@ class Instance {
   struct Free {
     void operator()(uint8_t* p) const { std::free(p); }
   };
-  std::vector<std::unique_ptr<uint8_t, Free>> arenas_;
+  std::vector<Pages> arenas_;
   std::vector<BlockRef> device_arenas_;
   std::vector<executorch::runtime::Span<uint8_t>> spans_;
   std::vector<executorch::runtime::etensor::Device> span_devices_;

@@ -40,11 +40,13 @@ class HEADRACE_API Bytes {
   const std::string& name() const { return name_; }
 
  private:
-  Bytes(uint8_t* data, size_t size, std::string name) : data_(data), size_(size), name_(std::move(name)) {}
+  Bytes(uint8_t* data, size_t size, std::string name, std::shared_ptr<void> owner)
+      : data_(data), size_(size), name_(std::move(name)), owner_(std::move(owner)) {}
   static Result<std::shared_ptr<Bytes>> allocate(size_t size, std::string name);
   uint8_t* data_;
   size_t size_;
   std::string name_;
+  std::shared_ptr<void> owner_;
 };
 
 using OptionValue = std::variant<bool, int, std::string>;
