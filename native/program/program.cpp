@@ -27,28 +27,6 @@ std::string layout_text(const std::vector<int32_t>& sizes, DType dtype) {
   return out + "]";
 }
 
-// Method names are what callers ask by, so they must be text (RFC 3629) in every language.
-bool is_utf8(std::string_view text) {
-  for (size_t i = 0; i < text.size();) {
-    auto byte = [&](size_t k) { return i + k < text.size() ? static_cast<uint8_t>(text[i + k]) : 0u; };
-    size_t more = byte(0) < 0x80       ? 0
-                  : byte(0) >> 5 == 6  ? 1
-                  : byte(0) >> 4 == 14 ? 2
-                  : byte(0) >> 3 == 30 ? 3
-                                       : 4;
-    if (more == 4) return false;
-    uint32_t code = more ? byte(0) & (0x3fu >> more) : byte(0);
-    for (size_t k = 1; k <= more; ++k) {
-      if (byte(k) >> 6 != 2) return false;
-      code = code << 6 | (byte(k) & 0x3fu);
-    }
-    constexpr uint32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
-    if (code < kLeast[more] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return false;
-    i += more + 1;
-  }
-  return true;
-}
-
 // Every tensor that lives in a data file must be there, with the layout that the program was built for.
 Status check_external_data(const ProgramCore& core) {
   std::string missing, mismatched;
@@ -203,11 +181,6 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
   auto plan = read_program({core->file->data(), core->file->size(), core->file->name()});
   if (!plan.ok()) return plan.status();
   core->plan = std::move(*plan);
-  for (const MethodPlan& method : core->plan.methods) {
-    if (is_utf8(method.name)) continue;
-    return Status(ErrorCode::kProgram, core->file->name() + ": expected method names in UTF-8, got '" +
-                                           method.name + "'; the file is damaged, export it again");
-  }
   {
     LogScope log;
     auto program = et::Program::load(core->loader.get(), et::Program::Verification::InternalConsistency);

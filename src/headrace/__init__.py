@@ -1,5 +1,6 @@
 """headrace: exported PyTorch programs on the one CUDA stream the caller chose, without libtorch."""
 
+from .audit import audit
 from .delegate import Delegate
 from .device import (
     Buffer,
@@ -55,6 +56,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "Stream",
+    "audit",
     "caller_stream",
     "current_stream",
     "device",

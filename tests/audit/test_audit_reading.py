@@ -277,10 +277,10 @@ def test_the_audit_needs_its_extra_and_says_so(forge: Forge, tmp_path: Path) -> 
     """PK1, PK5: importing is light; calling without the readers names what to install."""
     path = forge.wheel(Wheel({"pkg/_c.so": forge.shared("int entry;")}), tmp_path)
     script = (
-        "import sys; import headrace.audit as a\n"
+        "import sys; from headrace import audit\n"
         "light = not {'elftools', 'packaging', 'tomllib', 'headrace.audit.elf'} & set(sys.modules)\n"
         "sys.modules['elftools'] = None\n"
-        f"try: a.audit({str(path)!r})\n"
+        f"try: audit({str(path)!r})\n"
         "except Exception as e: print(light, type(e).__name__, e)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

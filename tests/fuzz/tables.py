@@ -200,8 +200,19 @@ _XNODES |= dict.fromkeys((3, 4, 6, 17, 18, 19, 22, 23, 24, 27, 28, 30, *range(40
 UNIONS: dict[str, dict[int, str]] = {
     "*KernelTypes": dict(
         enumerate(
-            ["Null", "Int", "Bool", "Double", "Tensor", "String", "IntList", "DoubleList", "BoolList"]
-            + ["TensorList", "OptionalTensorList"],
+            [
+                "Null",
+                "Int",
+                "Bool",
+                "Double",
+                "Tensor",
+                "String",
+                "IntList",
+                "DoubleList",
+                "BoolList",
+                "TensorList",
+                "OptionalTensorList",
+            ],
             start=1,
         )
     ),
