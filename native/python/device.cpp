@@ -370,7 +370,8 @@ void bind_objects(nb::module_& m) {
       .def(
           "fail",
           [](PyDevice& self, const std::string& operation, int64_t at, bool memory) {
-            check(sim_of(self, "fail")->inject({operation, at, memory ? ErrorCode::kOutOfDeviceMemory : ErrorCode::kDevice}));
+            check(sim_of(self, "fail")
+                      ->inject({operation, at, memory ? ErrorCode::kOutOfDeviceMemory : ErrorCode::kDevice}));
           },
           nb::arg("operation") = "", nb::arg("at") = 0, nb::kw_only(), nb::arg("memory") = false,
           "Simulated devices: the `at`-th call of `operation` from now on (any, if empty) fails once.")
@@ -504,13 +505,16 @@ void bind_objects(nb::module_& m) {
   m.def("cpu", [] { return device_object(cpu_device()); });
   m.def("sim", &make_sim, nb::arg("schedule"), nb::arg("seed"), nb::arg("ordinal"), nb::arg("sms"),
         nb::arg("memory"));
-  m.def("select", [](nb::object stream, nb::object device) {
-    DeviceRef of = device.is_none() ? nullptr : nb::cast<PyDeviceRef>(device)->device;
-    StreamChoice choice = to_stream(stream, of, "caller_stream");
-    headrace_selection next{reinterpret_cast<cudaStream_t>(choice.handle), choice.device, 1};
-    headrace_selection former = headrace_exchange_selection(next);
-    return nb::make_tuple(reinterpret_cast<uintptr_t>(former.stream), former.device, former.selected);
-  });
+  m.def(
+      "select",
+      [](nb::object stream, nb::object device) {
+        DeviceRef of = device.is_none() ? nullptr : nb::cast<PyDeviceRef>(device)->device;
+        StreamChoice choice = to_stream(stream, of, "caller_stream");
+        headrace_selection next{reinterpret_cast<cudaStream_t>(choice.handle), choice.device, 1};
+        headrace_selection former = headrace_exchange_selection(next);
+        return nb::make_tuple(reinterpret_cast<uintptr_t>(former.stream), former.device, former.selected);
+      },
+      nb::arg("stream"), nb::arg("device").none());
   m.def("restore", [](uintptr_t stream, int32_t device, int32_t selected) {
     (void)headrace_exchange_selection({reinterpret_cast<cudaStream_t>(stream), device, selected});
   });

@@ -199,7 +199,8 @@ NB_MODULE(_core, m) {
 
   nb::class_<Program>(m, "Program")
       .def_static("load", &load, nb::arg("source"), nb::arg("data"), nb::arg("instances"),
-                  nb::arg("allow_native_code"), nb::arg("max_steps"), nb::arg("options"), nb::arg("device").none())
+                  nb::arg("allow_native_code"), nb::arg("max_steps"), nb::arg("options"),
+                  nb::arg("device").none())
       .def("method_names", &Program::method_names)
       .def("method", &Program::method)
       .def("memory",
