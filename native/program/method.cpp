@@ -172,12 +172,14 @@ void* Instance::planned_address(const TensorPlan& t) const {
 }
 
 bool Instance::read_later(int32_t value) const {
-  // A kernel names its result twice, as argument and as what it returns: instructions are counted, not mentions.
+  // A kernel names its result twice, as argument and as what it returns: instructions are counted, not
+  // mentions.
   int instructions = 0;
   for (const auto& chain : plan_.chains) {
     for (const Instruction& in : chain) {
       bool argument = std::find(in.args.begin(), in.args.end(), value) != in.args.end();
-      bool source = (in.kind == InstructionKind::kMove || in.kind == InstructionKind::kJumpFalse) && in.target == value;
+      bool source =
+          (in.kind == InstructionKind::kMove || in.kind == InstructionKind::kJumpFalse) && in.target == value;
       if (source) return true;
       instructions += argument;
     }
@@ -224,7 +226,8 @@ Result<std::unique_ptr<Instance>> Instance::load(const ProgramCore& core, const 
   if (Status status = self->allocate(); !status.ok()) return status;
   et::Span<et::Span<uint8_t>> spans(self->spans_.data(), self->spans_.size());
   if (self->uses_device_) {
-    self->planned_.emplace(spans, et::Span<const et::etensor::Device>(self->span_devices_.data(), self->span_devices_.size()));
+    self->planned_.emplace(
+        spans, et::Span<const et::etensor::Device>(self->span_devices_.data(), self->span_devices_.size()));
   } else {
     self->planned_.emplace(spans);
   }
@@ -264,9 +267,8 @@ Status Instance::load_method() {
   CallContext context;
   DeviceGuard guard(device_, kPerThreadStream, &context);
   (void)core_.data_map.take_missing();
-  auto method = core_.program->load_method(plan_.name.c_str(), &*memory_, nullptr,
-                                          &core_.data_map,
-                                          core_.options.empty() ? nullptr : &map);
+  auto method = core_.program->load_method(plan_.name.c_str(), &*memory_, nullptr, &core_.data_map,
+                                           core_.options.empty() ? nullptr : &map);
   if (method.ok()) {
     method_.emplace(std::move(*method));
     return {};
@@ -285,8 +287,8 @@ Status Instance::load_method() {
   return named;
 }
 
-// Loads the engine's method again over the same memory, so that what the program keeps between calls stays as the
-// torn call left it.
+// Loads the engine's method again over the same memory, so that what the program keeps between calls stays as
+// the torn call left it.
 Status Instance::mend() {
   std::vector<std::vector<uint8_t>> kept;
   for (size_t b = 0; b < spans_.size(); ++b) {
@@ -307,7 +309,8 @@ Status Instance::dense_on_host(size_t i, const TensorView& view, Call& call, voi
   data = view.data;
   // The engine reads an unplanned input in place: not where the program writes it, or an output lies over it.
   bool aliased = plan_.tensor_of(plan_.inputs[i])->storage == Storage::kNone;
-  bool exposed = aliased && (input_is_written_[i] || std::any_of(call.out.begin(), call.out.end(), [&](const Value& given) {
+  bool exposed = aliased && (input_is_written_[i] ||
+                             std::any_of(call.out.begin(), call.out.end(), [&](const Value& given) {
                                return given.kind == Value::Kind::kTensor && overlaps(given.tensor, view);
                              }));
   if (!exposed && is_dense(view, slot.strides.data()) &&
@@ -582,7 +585,7 @@ Status Instance::execute() {
   Status status = engine_status(error, "running", plan_, log.take());
   // XNNPACK takes shapes for settled whose memory it did not get: another call would write beyond it.
   torn_ |= std::any_of(plan_.delegates.begin(), plan_.delegates.end(),
-                         [](const DelegatePlan& d) { return d.id == kXnnpack; });
+                       [](const DelegatePlan& d) { return d.id == kXnnpack; });
   return status;
 }
 #pragma GCC diagnostic pop

@@ -71,8 +71,9 @@ Status check_device(ProgramCore& core) {
       return status;
   }
   if (core.device == nullptr && wanted) {
-    return Status(ErrorCode::kDevice,
-                  name + ": expected a device for its device memory, got none; load it with device=, such as 'cuda:0' or 'sim'");
+    return Status(ErrorCode::kDevice, name +
+                                          ": expected a device for its device memory, got none; load it with "
+                                          "device=, such as 'cuda:0' or 'sim'");
   }
   if (core.device == nullptr) core.device = cpu_device();
   return {};
