@@ -33,7 +33,8 @@ def test_the_commands_of_the_readme_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    commands = re.findall(r"^headrace ([^#\n]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    blocks = re.findall(r"^```\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    commands = re.findall(r"^headrace ([^#\n]+)", "".join(blocks), re.MULTILINE)
     assert len(commands) == 3
     for command in commands:
         assert cli.main(command.split()) == 0
