@@ -1,5 +1,4 @@
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -7,20 +6,21 @@
 #include <cstring>
 
 #include "headrace/program.h"
+#include "program/pages.h"
 
 namespace headrace {
 
 Result<std::shared_ptr<Bytes>> Bytes::allocate(size_t size, std::string name) {
-  // Anonymous pages: aligned for any tensor, and given back to the system as soon as they are dropped.
-  void* data = mmap(nullptr, size ? size : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (data == MAP_FAILED) {
+  auto pages = std::make_shared<Pages>(size);
+  if (pages->data() == nullptr) {
     return Status(ErrorCode::kOutOfDeviceMemory, name + ": expected " + std::to_string(size) +
                                                      " bytes of host memory, got " + std::strerror(errno));
   }
-  return std::shared_ptr<Bytes>(new Bytes(static_cast<uint8_t*>(data), size, std::move(name)));
+  uint8_t* data = pages->data();
+  return std::shared_ptr<Bytes>(new Bytes(data, size, std::move(name), std::move(pages)));
 }
 
-Bytes::~Bytes() { munmap(data_, size_ ? size_ : 1); }
+Bytes::~Bytes() = default;
 
 Result<std::shared_ptr<const Bytes>> Bytes::copy(const void* data, size_t size, std::string name) {
   auto bytes = allocate(size, std::move(name));

@@ -9,6 +9,8 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "program/allocator.h"
+#include "program/guards.h"
 #include "program/log.h"
 
 // The stock wheel exports these from libexecutorch_threadpool.so and ships no header for them
@@ -69,6 +71,8 @@ Status initialize() {
     if (!status.ok()) return;
     et::runtime_init();
     collect_engine_log();
+    guard_kernels();
+    status = register_allocator();
   });
   return status;
 }
@@ -137,9 +141,30 @@ Status check_delegate(const std::string& id, const std::string& where) {
   return status;
 }
 
+namespace {
+struct DataDelegates {
+  std::mutex mutex;
+  // XNNPACK's payload is a graph of known operators.
+  std::unordered_set<std::string> names{"XnnpackBackend"};
+};
+DataDelegates& data_delegates() {
+  static DataDelegates d;
+  return d;
+}
+}  // namespace
+
 bool payload_is_code(const std::string& id) {
-  // XNNPACK's payload is a graph of known operators; delegates written in Python say so themselves.
-  return id != "XnnpackBackend";
+  std::lock_guard lock(data_delegates().mutex);
+  return data_delegates().names.count(id) == 0;
+}
+
+void set_payload_is_code(const std::string& id, bool code) {
+  std::lock_guard lock(data_delegates().mutex);
+  if (code) {
+    data_delegates().names.erase(id);
+  } else {
+    data_delegates().names.insert(id);
+  }
 }
 
 namespace {

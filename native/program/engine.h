@@ -21,6 +21,7 @@ bool kernel_registered(const std::string& name);
 Status check_delegate(const std::string& id, const std::string& where);
 // Whether a delegate's payload is machine code that loading runs.
 bool payload_is_code(const std::string& id);
+HEADRACE_API void set_payload_is_code(const std::string& id, bool code);
 
 // The Status of a failed engine call in `method`: the code by who must act, the log as it came, and the
 // instruction and delegate that the log names.

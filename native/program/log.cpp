@@ -23,7 +23,10 @@ struct LogSink {
     if (level != et_pal_log_level_t::kError || innermost == nullptr) return;
     auto& lines = innermost->lines_;
     if (lines.size() >= kMaxLines) return;
-    lines.push_back(std::string(file) + ":" + std::to_string(line) + ": " + std::string(message, length));
+    std::string text(message, length);
+    // The engine quotes the file, whose bytes may be anything.
+    for (char& c : text) c = c >= 0x20 && c < 0x7f ? c : '?';
+    lines.push_back(std::string(file) + ":" + std::to_string(line) + ": " + text);
   }
 };
 

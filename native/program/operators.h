@@ -1,19 +1,28 @@
-// The kinds of argument that each kernel of the engine takes. A kernel unpacks its arguments without
-// looking at their number, and ends the process at a wrong kind, so they are compared beforehand.
+// What each kernel of the engine takes. A kernel unpacks its arguments without looking, and ends the
+// process at a wrong kind, so every call is compared with its kernel's signature before it is loaded.
 #pragma once
 
-#include <cstdint>
-#include <string>
+#include <string_view>
 #include <vector>
-
-#include "program/plan.h"
 
 namespace headrace {
 
-// Compares the arguments of one kernel call with the kernel's signature. Empty when they fit, else the
-// rest of a message: which argument, what was expected, what came. A kernel that is not in the table (one
-// from another library, loaded by the user) is let through.
-std::string check_arguments(const std::string& kernel, const std::vector<int32_t>& args,
-                            const MethodPlan& method);
+// One argument of a kernel: a letter of operators.py, and whether None will do.
+struct Parameter {
+  char kind = 0;
+  bool optional = false;
+};
+
+struct Signature {
+  std::vector<Parameter> parameters;
+  char result = 0;        // what follows the parameters: w, W, i, f, b, s, or 0 for nothing
+  bool in_place = false;  // writes its first argument without changing its shape
+};
+
+// Null for a kernel that is not the engine's own (one from a library that the user loaded).
+const Signature* find_signature(std::string_view kernel);
+
+// "a tensor", "an int or None".
+const char* parameter_name(char kind);
 
 }  // namespace headrace

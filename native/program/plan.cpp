@@ -8,7 +8,7 @@
 #include <unordered_set>
 
 #include "program/flatbuffer.h"
-#include "program/operators.h"
+#include "program/flow.h"
 
 namespace headrace {
 
@@ -63,6 +63,25 @@ std::string quoted(std::string_view name) {
   for (char c : name.substr(0, 80)) out += (c >= 0x20 && c < 0x7f) ? c : '?';
   if (name.size() > 80) out += "…";
   return out + "'";
+}
+
+// Whether `text` is well-formed UTF-8 (RFC 3629) without control characters.
+bool is_text(std::string_view text) {
+  for (size_t i = 0; i < text.size();) {
+    auto lead = static_cast<uint8_t>(text[i++]);
+    if (lead < 0x20 || lead == 0x7f) return false;
+    if (lead < 0x80) continue;
+    int more = lead >= 0xf0 ? 3 : lead >= 0xe0 ? 2 : 1;
+    if (lead < 0xc2 || lead > 0xf4) return false;
+    uint32_t code = lead & (0x3fu >> more);
+    for (int k = 0; k < more; ++k, ++i) {
+      if (i >= text.size() || (static_cast<uint8_t>(text[i]) & 0xc0) != 0x80) return false;
+      code = code << 6 | (static_cast<uint8_t>(text[i]) & 0x3fu);
+    }
+    constexpr uint32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
+    if (code < kLeast[more] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return false;
+  }
+  return true;
 }
 
 // Where an aligned extended header puts things; formats: schema/extended_header.h, flat_tensor_header.h.
@@ -136,6 +155,22 @@ class FileReader {
       out.emplace_back(reinterpret_cast<const char*>(file_.data) + h.segments_offset + offset, size);
     }
     return out;
+  }
+  // A name: UTF-8 without control characters. The engine takes names up to the first zero byte, so one with a
+  // zero inside would be another name to it than to us.
+  std::string_view read_text(const fb::Buffer& buffer, const fb::Table& table, int field, const char* what) {
+    std::string_view text = table.string(field);
+    check_buffer(buffer);
+    spend(text.size());
+    if (!is_text(text))
+      fail(format("%s: expected UTF-8 without control characters, got %s", what, quoted(text).c_str()));
+    return text;
+  }
+  // Kernels read whole elements, and may use instructions that need them aligned.
+  void check_aligned(const void* data, DType dtype, const char* what) const {
+    if (reinterpret_cast<uintptr_t>(data) % itemsize(dtype) != 0) {
+      fail(format("%s: expected it at a multiple of %zu bytes, got it between", what, itemsize(dtype)));
+    }
   }
   DType read_dtype(int8_t code) const {
     auto dtype = static_cast<DType>(code);
@@ -253,14 +288,12 @@ class ProgramReader : FileReader {
     spend(list.size());
     for (size_t i = 0; i < list.size(); ++i) {
       fb::Table entry = list.table(i);
-      std::string_view key = entry.string(0);
+      std::string_view key = read_text(buffer_, entry, 0, "key of named data");
       auto segment = entry.scalar<uint32_t>(1);
-      check_buffer(buffer_);
       if (segment >= segments_.size()) {
         fail(format("named data %s: expected a segment index below %zu, got %u", quoted(key).c_str(),
                     segments_.size(), segment));
       }
-      spend(key.size());
       out.named_data.push_back({std::string(key), segments_[segment]});
     }
   }
@@ -268,8 +301,7 @@ class ProgramReader : FileReader {
   MethodPlan read_method(const fb::Table& plan, size_t index) {
     MethodPlan m;
     where_ = format(", method %zu", index);
-    m.name = plan.string(0);
-    check_buffer(buffer_);
+    m.name = read_text(buffer_, plan, 0, "method name");
     if (m.name.empty()) fail("expected a method name, got none; export it again");
     where_ = ", method " + quoted(m.name);
     read_buffers(plan, m);
@@ -280,7 +312,16 @@ class ProgramReader : FileReader {
     m.outputs = read_indices(plan.vector(4), m, "output");
     read_chains(plan.vector(5), m);
     check_buffer(buffer_);
-    check_unplanned(m);
+    if (auto wrong = check_flow(m)) {
+      const Instruction* in = nullptr;
+      if (wrong->chain < m.chains.size() && wrong->instruction < m.chains[wrong->chain].size()) {
+        in = &m.chains[wrong->chain][wrong->instruction];
+        where_ += instruction_text(wrong->chain, wrong->instruction);
+      }
+      if (in != nullptr && in->kind == InstructionKind::kKernel)
+        where_ += called("kernel", m.operators, in->target);
+      fail(wrong->text);
+    }
     return m;
   }
 
@@ -423,8 +464,7 @@ class ProgramReader : FileReader {
     auto buffer = t.scalar<uint32_t>(5);
     bool external = false;
     if (extra.present()) {
-      out.name = extra.string(1);
-      spend(out.name.size());
+      out.name = read_text(buffer_, extra, 1, "fully qualified name");
       auto location = extra.scalar<int8_t>(2);
       if (location != 0 && location != 1) fail(format("location: expected 0 or 1, got %d", location));
       external = location == 1;
@@ -470,7 +510,8 @@ class ProgramReader : FileReader {
     }
   }
 
-  void check_subsegment(const fb::Table& list, uint64_t index, uint64_t nbytes, const char* what) const {
+  const void* check_subsegment(const fb::Table& list, uint64_t index, uint64_t nbytes,
+                               const char* what) const {
     fb::Vector offsets = list.vector(1, 8);
     auto segment = list.scalar<uint32_t>(0);
     check_buffer(buffer_);
@@ -482,17 +523,21 @@ class ProgramReader : FileReader {
       fail(format("%s: expected %" PRIu64 " bytes at offset %" PRIu64 ", got a segment of %" PRIu64, what,
                   nbytes, offset, size));
     }
+    return segments_[segment].data() + offset;
   }
 
   void check_constant(uint32_t buffer, const TensorPlan& t) {
     if (constant_segment_.present() && constant_segment_.vector(1, 8).size() > 0) {
-      check_subsegment(constant_segment_, buffer, t.nbytes, "constant data");
+      check_aligned(check_subsegment(constant_segment_, buffer, t.nbytes, "constant data"), t.dtype,
+                    "constant data");
       return;
     }
     check_index(buffer, constants_.size(), "constant data");
-    uint64_t size = constants_.table(buffer).vector(0, 1).size();
-    if (t.nbytes > size)
-      fail(format("constant data: expected %" PRIu64 " bytes, got %" PRIu64, t.nbytes, size));
+    fb::Vector bytes = constants_.table(buffer).vector(0, 1);
+    if (t.nbytes > bytes.size()) {
+      fail(format("constant data: expected %" PRIu64 " bytes, got %zu", t.nbytes, bytes.size()));
+    }
+    check_aligned(bytes.bytes(), t.dtype, "constant data");
   }
 
   void check_initial_state(const fb::Table& extra, uint32_t buffer, const TensorPlan& t) {
@@ -506,13 +551,12 @@ class ProgramReader : FileReader {
     spend(operators.size());
     for (size_t i = 0; i < operators.size(); ++i) {
       fb::Table op = operators.table(i);
-      std::string_view name = op.string(0), overload = op.string(1);
-      check_buffer(buffer_);
+      std::string_view name = read_text(buffer_, op, 0, "operator name");
+      std::string_view overload = read_text(buffer_, op, 1, "operator overload");
       // The engine joins name and overload in a buffer of 256 bytes.
       if (name.empty() || name.size() + overload.size() > 250) {
         fail(format("operator %zu: expected a name of 1 to 250 characters, got %zu", i, name.size()));
       }
-      spend(name.size() + overload.size());
       m.operators.emplace_back(std::string(name) + (overload.empty() ? "" : ".") + std::string(overload));
     }
   }
@@ -522,7 +566,7 @@ class ProgramReader : FileReader {
     for (size_t i = 0; i < delegates.size(); ++i) {
       fb::Table entry = delegates.table(i);
       DelegatePlan d;
-      d.id = entry.string(0);
+      d.id = read_text(buffer_, entry, 0, "delegate name");
       fb::Table processed = entry.table(1);
       check_buffer(buffer_);
       if (d.id.empty()) fail(format("delegate %zu: expected a name, got none", i));
@@ -541,14 +585,17 @@ class ProgramReader : FileReader {
       } else {
         fail(format("%s: expected location 0 or 1, got %d", what.c_str(), location));
       }
+      // Every delegate is a graph to build: a file is not to ask for more of them than it could hold itself.
+      payload_bytes_ += d.payload.size();
+      if (payload_bytes_ > 64 * static_cast<uint64_t>(file_.size)) {
+        fail("expected payloads that delegates do not share without end, got more than 64 times the file");
+      }
       fb::Vector specs = entry.vector(2);
       spend(specs.size());
       for (size_t s = 0; s < specs.size(); ++s) {
         fb::Table spec = specs.table(s);
         fb::Vector value = spec.vector(1, 1);
-        std::string_view key = spec.string(0);
-        check_buffer(buffer_);
-        spend(key.size());
+        std::string_view key = read_text(buffer_, spec, 0, "key of a compile spec");
         d.specs.push_back({std::string(key), {reinterpret_cast<const char*>(value.bytes()), value.size()}});
       }
       check_buffer(buffer_);
@@ -581,13 +628,19 @@ class ProgramReader : FileReader {
       auto& chain = m.chains.emplace_back();
       chain.reserve(instructions.size());
       for (size_t i = 0; i < instructions.size(); ++i) {
-        where_ = method + format(c ? ", chain %zu, instruction %zu" : ", instruction %zu", c ? c : i, i);
+        where_ = method + instruction_text(c, i);
         chain.push_back(read_instruction(instructions.table(i), instructions.size(), m));
         check_buffer(buffer_);
       }
       where_ = method;
-      check_flow(chain, c, m);
     }
+  }
+
+  static std::string instruction_text(size_t chain, size_t i) {
+    return (chain ? format(", chain %zu", chain) : std::string()) + format(", instruction %zu", i);
+  }
+  static std::string called(const char* what, const std::vector<std::string>& names, int32_t index) {
+    return std::string(" (") + what + " " + quoted(names[static_cast<size_t>(index)]) + ")";
   }
 
   Instruction read_instruction(const fb::Table& instruction, size_t count, MethodPlan& m) {
@@ -601,10 +654,8 @@ class ProgramReader : FileReader {
     switch (out.kind) {
       case InstructionKind::kKernel: {
         check_index(out.target, m.operators.size(), "operator");
-        const std::string& name = m.operators[static_cast<size_t>(out.target)];
-        where_ += " (kernel " + quoted(name) + ")";
+        where_ += called("kernel", m.operators, out.target);
         out.args = read_indices(body.vector(1, 4), m, "argument");
-        if (std::string wrong = check_arguments(name, out.args, m); !wrong.empty()) fail(wrong);
         break;
       }
       case InstructionKind::kDelegate:
@@ -620,10 +671,13 @@ class ProgramReader : FileReader {
       case InstructionKind::kJumpFalse: {
         out.destination = body.scalar<int32_t>(1);
         check_index(out.target, m.values.size(), "condition");
-        check_index(out.destination, count + 1, "jump target");  // one past the last ends the method
+        // A branch at the end of a method jumps behind its last instruction.
+        check_index(out.destination, count + 1, "jump target");
         const ValuePlan& condition = m.values[static_cast<size_t>(out.target)];
         const TensorPlan* tensor = m.tensor_of(out.target);
-        if (condition.kind != ValueKind::kBool && !(tensor != nullptr && tensor->dtype == DType::kBool)) {
+        bool number = condition.kind == ValueKind::kBool || condition.kind == ValueKind::kInt ||
+                      condition.kind == ValueKind::kDouble;
+        if (!number && !(tensor != nullptr && tensor->dtype == DType::kBool)) {
           fail(format("condition: expected a bool or a bool tensor, got value %d, %s", out.target,
                       kind_name(condition.kind)));
         }
@@ -640,99 +694,8 @@ class ProgramReader : FileReader {
     return out;
   }
 
-  // What no single instruction shows: moves that change a value's kind, loops that nothing can end, values
-  // used after they were freed.
-  void check_flow(const std::vector<Instruction>& chain, size_t index, MethodPlan& m) {
-    std::unordered_set<int32_t> freed;
-    for (size_t i = 0; i < chain.size(); ++i) {
-      const Instruction& in = chain[i];
-      auto at = [&] { return format("chain %zu, instruction %zu: ", index, i); };
-      auto used = [&](int32_t value) {
-        if (freed.count(value) != 0)
-          fail(at() + format("expected a live value, got value %d, which was freed", value));
-      };
-      for (int32_t value : in.args) used(value);
-      if (in.kind == InstructionKind::kMove) {
-        ValueKind from = m.values[static_cast<size_t>(in.target)].kind;
-        ValueKind to = m.values[static_cast<size_t>(in.destination)].kind;
-        used(in.target);
-        if (from != to) {
-          fail(at() + format("expected a move between values of one kind, got %s to %s", kind_name(from),
-                             kind_name(to)));
-        }
-      }
-      if (in.kind == InstructionKind::kFree) {
-        used(in.target);
-        freed.insert(in.target);
-      }
-      if (in.kind == InstructionKind::kJumpFalse && static_cast<size_t>(in.destination) <= i) {
-        m.loops = true;
-        bool written = false;
-        for (size_t j = static_cast<size_t>(in.destination); j < i; ++j) {
-          const auto& body = chain[j];
-          written |= std::find(body.args.begin(), body.args.end(), in.target) != body.args.end() ||
-                     (body.kind == InstructionKind::kMove && body.destination == in.target);
-        }
-        if (!written) {
-          fail(at() +
-               format("expected a loop that writes its own condition, got one that leaves value %d as it is "
-                      "and would never end",
-                      in.target));
-        }
-      }
-    }
-    if (!freed.empty() && m.loops) fail("expected no value freed in a method with loops; export it again");
-    for (int32_t value : m.outputs) {
-      if (freed.count(value) != 0)
-        fail(format("expected live outputs, got value %d, which was freed", value));
-    }
-  }
-
-  // A tensor without memory of its own must get some before a kernel or a delegate touches it: from the
-  // caller (inputs and outputs), or from an instruction that makes it a view of another.
-  void check_unplanned(const MethodPlan& m) {
-    std::vector<char> has_memory(m.values.size(), 1);
-    for (size_t i = 0; i < m.values.size(); ++i) {
-      const TensorPlan* t = m.tensor_of(static_cast<int32_t>(i));
-      if (t != nullptr && t->storage == Storage::kNone && t->nbytes != 0) has_memory[i] = 0;
-    }
-    for (int32_t i : m.inputs) has_memory[static_cast<size_t>(i)] = 1;
-    for (int32_t i : m.outputs) has_memory[static_cast<size_t>(i)] = 1;
-    for (const auto& chain : m.chains) {
-      for (size_t i = 0; i < chain.size(); ++i) {
-        const Instruction& in = chain[i];
-        if (in.kind == InstructionKind::kMove) {
-          if (has_memory[static_cast<size_t>(in.target)] != 0)
-            has_memory[static_cast<size_t>(in.destination)] = 1;
-          continue;
-        }
-        bool view = in.kind == InstructionKind::kKernel &&
-                    m.operators[static_cast<size_t>(in.target)] == "executorch_prim::et_view.default";
-        for (size_t a = 0; a < in.args.size(); ++a) {
-          auto value = static_cast<size_t>(in.args[a]);
-          if (has_memory[value] == 0 && view && a + 1 == in.args.size()) has_memory[value] = 1;
-          check_has_memory(m, in.args[a], has_memory, i, a);
-        }
-      }
-    }
-  }
-  void check_has_memory(const MethodPlan& m, int32_t value, const std::vector<char>& has_memory, size_t i,
-                        size_t a) const {
-    const ValuePlan& v = m.values[static_cast<size_t>(value)];
-    if (v.kind == ValueKind::kTensorList || v.kind == ValueKind::kOptionalTensorList) {
-      for (int32_t item : v.items) {
-        if (item >= 0) check_has_memory(m, item, has_memory, i, a);
-      }
-    } else if (has_memory[static_cast<size_t>(value)] == 0) {
-      fail(format(
-          "instruction %zu, argument %zu: expected a tensor with memory, got value %d, which is neither "
-          "planned, constant, external, an input nor an output; export it with bounds for every dynamic "
-          "shape",
-          i, a, value));
-    }
-  }
-
   fb::Buffer buffer_;
+  uint64_t payload_bytes_ = 0;
   std::vector<std::string_view> segments_;
   fb::Vector constants_, delegate_data_, mutable_segments_;
   fb::Table constant_segment_;
@@ -777,8 +740,7 @@ class DataFileReader : FileReader {
  private:
   DataEntry read_entry(const fb::Table& entry, size_t i, const std::vector<std::string_view>& segments) {
     DataEntry out;
-    out.key = entry.string(0);
-    spend(out.key.size());
+    out.key = read_text(buffer_, entry, 0, "key");
     where_ = format(", entry %zu ", i) + quoted(out.key);
     auto segment = entry.scalar<uint32_t>(1);
     fb::Table layout = entry.table(2);
@@ -798,6 +760,7 @@ class DataFileReader : FileReader {
         fail(format("expected %" PRIu64 " bytes for its shape, got a segment of %zu; the file is damaged",
                     nbytes, out.bytes.size()));
       }
+      check_aligned(out.bytes.data(), out.dtype, "data");
     }
     return out;
   }

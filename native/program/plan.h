@@ -102,6 +102,7 @@ struct MethodPlan {
   std::vector<std::vector<Instruction>> chains;
   std::vector<BufferPlan> buffers;  // [0] is reserved and empty, as in the file
   bool loops = false;               // some jump goes backwards
+  std::vector<int32_t> moved;       // values that take over another value's tensor while the method runs
 
   const TensorPlan* tensor_of(int32_t value) const {
     const ValuePlan& v = values[static_cast<size_t>(value)];

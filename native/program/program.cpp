@@ -3,11 +3,14 @@
 #include <executorch/extension/data_loader/buffer_data_loader.h>
 
 #include <algorithm>
+#include <optional>
+#include <unordered_map>
 
 #include "program/engine.h"
 #include "program/exit.h"
 #include "program/log.h"
 #include "program/method.h"
+#include "program/xnnpack.h"
 
 namespace headrace {
 
@@ -22,28 +25,6 @@ std::string layout_text(const std::vector<int32_t>& sizes, DType dtype) {
   std::string out = dtype_name(dtype) + "[";
   for (size_t i = 0; i < sizes.size(); ++i) out += (i ? ", " : "") + std::to_string(sizes[i]);
   return out + "]";
-}
-
-// Method names are what callers ask by, so they must be text (RFC 3629) in every language.
-bool is_utf8(std::string_view text) {
-  for (size_t i = 0; i < text.size();) {
-    auto byte = [&](size_t k) { return i + k < text.size() ? static_cast<uint8_t>(text[i + k]) : 0u; };
-    size_t more = byte(0) < 0x80       ? 0
-                  : byte(0) >> 5 == 6  ? 1
-                  : byte(0) >> 4 == 14 ? 2
-                  : byte(0) >> 3 == 30 ? 3
-                                       : 4;
-    if (more == 4) return false;
-    uint32_t code = more ? byte(0) & (0x3fu >> more) : byte(0);
-    for (size_t k = 1; k <= more; ++k) {
-      if (byte(k) >> 6 != 2) return false;
-      code = code << 6 | (byte(k) & 0x3fu);
-    }
-    constexpr uint32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
-    if (code < kLeast[more] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return false;
-    i += more + 1;
-  }
-  return true;
 }
 
 // Every tensor that lives in a data file must be there, with the layout that the program was built for.
@@ -75,6 +56,53 @@ Status check_external_data(const ProgramCore& core) {
   }
   if (!mismatched.empty()) {
     return Status(ErrorCode::kProgram, name + ": the data files are of another program: " + mismatched);
+  }
+  return {};
+}
+
+// Gives the program its device, and refuses what no device can do.
+Status check_device(ProgramCore& core) {
+  const std::string& name = core.file->name();
+  bool wanted = false;
+  for (const MethodPlan& method : core.plan.methods) {
+    if (!uses_device(method)) continue;
+    wanted = true;
+    if (Status status = check_placement(method, name + ", method '" + method.name + "'"); !status.ok())
+      return status;
+  }
+  if (core.device == nullptr && wanted) {
+    return Status(ErrorCode::kDevice,
+                  name + ": expected a device for its device memory, got none; load it with device=, such as 'cuda:0' or 'sim'");
+  }
+  if (core.device == nullptr) core.device = cpu_device();
+  return {};
+}
+
+// The payloads whose format is known are compared with the calls and the data that they name.
+Status check_payloads(const ProgramCore& core) {
+  // The engine looks in the program first, then in the data files; either must do.
+  std::unordered_map<std::string_view, std::string_view> named;
+  for (const NamedBlob& blob : core.plan.named_data) {
+    auto [at, fresh] = named.emplace(blob.key, blob.bytes);
+    if (!fresh && blob.bytes.size() < at->second.size()) at->second = blob.bytes;
+  }
+  auto find = [&](std::string_view key) -> std::optional<std::string_view> {
+    auto at = named.find(key);
+    const DataEntry* entry = core.data_map.find(key);
+    if (entry != nullptr && (at == named.end() || entry->bytes.size() < at->second.size()))
+      return entry->bytes;
+    return at == named.end() ? std::nullopt : std::optional(at->second);
+  };
+  for (const MethodPlan& method : core.plan.methods) {
+    for (size_t i = 0; i < method.delegates.size(); ++i) {
+      if (method.delegates[i].id != kXnnpack) continue;
+      if (std::string wrong = check_xnnpack(method, i, find); !wrong.empty()) {
+        return Status(ErrorCode::kProgram, core.file->name() + ", method '" + method.name +
+                                               "', payload of delegate " + std::to_string(i) + " ('" +
+                                               method.delegates[i].id + "'): " + wrong +
+                                               "; the file is damaged, export it again");
+      }
+    }
   }
   return {};
 }
@@ -137,21 +165,22 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
                   "instances: expected a count between 1 and 1024, got " + std::to_string(options.instances));
   }
   arm_exit_gate();
+  if (options.max_steps < 1) {
+    return Status(ErrorCode::kOption,
+                  "max_steps: expected a count of at least 1, got " + std::to_string(options.max_steps));
+  }
   auto core = std::make_shared<ProgramCore>();
   core->file = std::move(file);
   core->data = options.data;
   core->options = options.options;
+  core->device = options.device;
+  core->max_steps = options.max_steps;
 
   core->loader =
       std::make_unique<executorch::extension::BufferDataLoader>(core->file->data(), core->file->size());
   auto plan = read_program({core->file->data(), core->file->size(), core->file->name()});
   if (!plan.ok()) return plan.status();
   core->plan = std::move(*plan);
-  for (const MethodPlan& method : core->plan.methods) {
-    if (is_utf8(method.name)) continue;
-    return Status(ErrorCode::kProgram, core->file->name() + ": expected method names in UTF-8, got '" +
-                                           method.name + "'; the file is damaged, export it again");
-  }
   {
     LogScope log;
     auto program = et::Program::load(core->loader.get(), et::Program::Verification::InternalConsistency);
@@ -169,7 +198,9 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
     if (!entries.ok()) return entries.status();
     if (Status status = core->data_map.add(data->name(), std::move(*entries)); !status.ok()) return status;
   }
+  if (Status status = check_device(*core); !status.ok()) return status;
   if (Status status = check_external_data(*core); !status.ok()) return status;
+  if (Status status = check_payloads(*core); !status.ok()) return status;
   if (Status status = check_delegates_and_kernels(*core, options); !status.ok()) return status;
 
   std::shared_ptr<Program> self(new Program());

@@ -1,11 +1,10 @@
 // The extension `headrace._core`: bindings convert and forward, nothing else.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include "headrace/program.h"
-#include "python/arrays.h"
 #include "python/gil.h"
+#include "python/objects.h"
 
 namespace headrace {
 namespace {
@@ -43,11 +42,13 @@ std::shared_ptr<const Bytes> bytes_of(nb::handle source, const char* what) {
 }
 
 std::shared_ptr<Program> load(nb::handle source, nb::sequence data, int instances, bool allow_native_code,
-                              nb::dict options) {
+                              int64_t max_steps, nb::dict options, PyDeviceRef device) {
   LoadOptions load;
+  if (device) load.device = device->device;
   for (nb::handle d : data) load.data.push_back(bytes_of(d, "data file (bytes)"));
   load.instances = instances;
   load.allow_native_code = allow_native_code;
+  load.max_steps = max_steps;
   for (auto [delegate, entries] : options) {
     auto& list = load.options[nb::cast<std::string>(delegate)];
     for (auto [key, value] : nb::cast<nb::dict>(entries)) {
@@ -71,7 +72,7 @@ std::shared_ptr<Program> load(nb::handle source, nb::sequence data, int instance
   return *program;
 }
 
-nb::tuple call(Method& method, nb::tuple inputs, nb::object out, bool strict) {
+nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object out, bool strict) {
   const auto& infos = method.inputs();
   size_t count = inputs.size();
   std::vector<Value> values(count), given, outputs;
@@ -99,10 +100,21 @@ nb::tuple call(Method& method, nb::tuple inputs, nb::object out, bool strict) {
       given.push_back(to_out(arrays[i], keep[count + i], method.name(), i));
     }
   }
+  CallOptions options;
+  options.strict = strict;
+  if (!stream.is_none()) {
+    StreamChoice choice = to_stream(stream, method.device(), "stream");
+    options.stream = choice.handle;
+    options.stream_device = choice.device;
+  }
+  // Foreign device memory stays for as long as work of this call may read it.
+  for (size_t i = 0; i < count; ++i) {
+    if (values[i].device != nullptr && !values[i].block && keep[i].is_valid()) values[i].keep = hold(keep[i]);
+  }
   Status status;
   {
     GilRelease release;
-    status = method.run(values, given, CallOptions{strict}, outputs);
+    status = method.run(values, given, options, outputs);
   }
   check(status);
   nb::object result = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(outputs.size())));
@@ -129,6 +141,17 @@ nb::dict describe_value(const ValueInfo& info) {
   return out;
 }
 
+nb::dict describe_stats(const CallStats& s) {
+  nb::dict out;
+  out["bytes_to_device"] = s.bytes_to_device;
+  out["bytes_to_host"] = s.bytes_to_host;
+  out["synchronizations"] = s.synchronizations;
+  out["driver_allocations"] = s.driver_allocations;
+  out["driver_frees"] = s.driver_frees;
+  out["repacked_bytes"] = s.repacked_bytes;
+  return out;
+}
+
 nb::list describe_all(const std::vector<ValueInfo>& infos) {
   nb::list out;
   for (const auto& info : infos) out.append(describe_value(info));
@@ -148,7 +171,9 @@ NB_MODULE(_core, m) {
   m.def("num_threads", &num_threads);
   m.def("set_num_threads", [](int count) { check(set_num_threads(count)); });
 
+  bind_objects(m);
   bind_buffer(m);
+  bind_delegates(m);
 
   nb::class_<Method>(m, "Method")
       .def_prop_ro("name", &Method::name)
@@ -162,24 +187,19 @@ NB_MODULE(_core, m) {
              }
              return out;
            })
+      .def_prop_ro("device", [](const Method& self) { return device_object(self.device()); })
       .def("stats",
            [](const Method& self) {
-             CallStats s = self.stats();
-             nb::dict out;
-             out["calls"] = s.calls;
-             out["bytes_to_device"] = s.bytes_to_device;
-             out["bytes_to_host"] = s.bytes_to_host;
-             out["synchronizations"] = s.synchronizations;
-             out["driver_allocations"] = s.driver_allocations;
-             out["driver_frees"] = s.driver_frees;
-             out["repacked_bytes"] = s.repacked_bytes;
-             return out;
+             CallStats last, total;
+             int64_t calls = self.stats(&last, &total);
+             return nb::make_tuple(calls, describe_stats(last), describe_stats(total));
            })
-      .def("call", &call, nb::arg("inputs"), nb::arg("out").none(), nb::arg("strict"));
+      .def("call", &call, nb::arg("inputs"), nb::arg("stream").none(), nb::arg("out").none(),
+           nb::arg("strict"));
 
   nb::class_<Program>(m, "Program")
       .def_static("load", &load, nb::arg("source"), nb::arg("data"), nb::arg("instances"),
-                  nb::arg("allow_native_code"), nb::arg("options"))
+                  nb::arg("allow_native_code"), nb::arg("max_steps"), nb::arg("options"), nb::arg("device").none())
       .def("method_names", &Program::method_names)
       .def("method", &Program::method)
       .def("memory",

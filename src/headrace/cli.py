@@ -1,7 +1,7 @@
 """The command line: parse and print.
 
 Exit status: 0 done; 1 an answer differs from ``--expect``; 2 the command line or an input
-is at fault; 3 the program, a delegate or a device is.
+is at fault; 3 the program, a delegate or a device is. ``audit``: 0 clean; 1 problems; 2 usage, or nothing to inspect.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from numpy.lib.npyio import NpzFile
 import headrace
 
 from . import doctor, pte
+from .audit import command as audit
 from .errors import HeadraceError, InputError, OptionError
 from .program import Method, ValueInfo
 
@@ -365,7 +366,13 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--threads", type=int, metavar="N", help="threads of the CPU kernels and XNNPACK")
     one.set_defaults(run=_run)
 
-    for command in commands.choices.values():
+    one = commands.add_parser("audit", help="check a CUDA wheel, or decide what a build row means")
+    audit.add_arguments(one)
+    one.set_defaults(run=audit.run)
+
+    for name, command in commands.choices.items():
+        if name == "audit":
+            continue  # it has its own
         command.add_argument(
             "--json", action="store_true", help="print one JSON object; it carries a version"
         )

@@ -33,8 +33,8 @@ def test_the_commands_of_the_readme_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    blocks = re.findall(r"^```\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    commands = re.findall(r"^headrace ([^#\n]+)", "".join(blocks), re.MULTILINE)
+    fenced = "\n".join(re.findall(r"^```.*?^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL))
+    commands = re.findall(r"^headrace ([^#\n]+)", fenced, re.MULTILINE)
     assert len(commands) == 3
     for command in commands:
         assert cli.main(command.split()) == 0
@@ -44,7 +44,8 @@ def test_the_commands_of_the_readme_run(
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_and_files_that_a_page_names_are_there(page: Path) -> None:
     text = page.read_text()
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)\)", prose):
         assert target.startswith("http") or (page.parent / target).exists(), target
     for file in re.findall(r"`((?:src|native|tests|cmake|examples|benchmarks|\.ci)/[\w./-]+)`", text):
         assert (ROOT / file).exists(), file

@@ -157,7 +157,9 @@ def test_a_method_name_that_is_no_text_is_refused() -> None:
     data = programs.load("add").path.read_bytes()
     assert data.count(b"forward") == 1
     for bad in (b"for\xff\xfe\x80d", b"for\xed\xa0\x80d", b"fo\xc0\x80ard", b"forwar\xc3"):
-        with pytest.raises(headrace.ProgramError, match="expected method names in UTF-8, got 'fo"):
+        with pytest.raises(
+            headrace.ProgramError, match=r"method name: expected UTF-8 without control characters, got 'fo"
+        ):
             headrace.load(data.replace(b"forward", bad))
     name = "vörwrt"
     with headrace.load(data.replace(b"forward", name.encode())) as loaded:

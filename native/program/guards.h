@@ -1,0 +1,11 @@
+// The engine's own kernels end the process where an operand is out of range (a division by zero). They
+// stay what they are; each is called through a check of ours that fails the call instead.
+#pragma once
+
+namespace headrace {
+
+// Puts the checks in front of the kernels that need one, in the engine's registry, for the whole process.
+// Call once, before any method is loaded. Kernels that are not registered are passed over.
+void guard_kernels();
+
+}  // namespace headrace

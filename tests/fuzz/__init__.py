@@ -1,0 +1,1 @@
+"""Mutated programs in guarded child processes; see run.py."""

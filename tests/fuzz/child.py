@@ -1,0 +1,70 @@
+"""Run cases in this process and say how each ended. The parent judges; see `tests.fuzz.run`.
+
+::
+
+    python -m tests.fuzz.child SEED INDEX…
+
+One line before a case ("start INDEX") and one behind it ("end INDEX HOW"). A crash leaves the first alone.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import Any
+
+import numpy as np
+
+import headrace
+from tests.fuzz.mutate import Case, case
+
+MEMORY = 6 << 30  # bytes of address space; a program that wants more must get an error
+STEPS = 200_000  # instructions that a method with loops may take
+
+
+def arguments(method: headrace.Method, fill: int) -> list[Any]:
+    """Inputs that the method accepts; ``fill`` 1 takes smaller shapes where they may vary."""
+    out: list[Any] = []
+    for info in method.inputs:
+        if info.kind != "tensor":
+            out.append({"int": 0, "float": 0.0, "bool": False, "none": None, "string": ""}[info.kind])
+            continue
+        shape = [max(low, min(high, 1 if fill and low != high else high)) for (low, high) in info.bounds]
+        if np.prod([float(n) for n in shape]) > 1e8:
+            raise headrace.InputError("an input of more than 100 million elements")
+        if info.dtype == "bfloat16":
+            import ml_dtypes
+
+            out.append(np.full(shape, fill, ml_dtypes.bfloat16))
+        else:
+            out.append(np.full(shape, fill, info.dtype))
+    return out
+
+
+def run(made: Case) -> str:
+    """Load and run every method twice. "ran", or the name of the error."""
+    try:
+        with headrace.load(made.program, data=made.data, max_steps=STEPS) as program:
+            outcome = "ran"
+            for name in program:
+                for fill in (0, 1):
+                    try:
+                        program[name](*arguments(program[name], fill))
+                    except headrace.HeadraceError as error:
+                        outcome = type(error).__name__
+            return outcome
+    except headrace.HeadraceError as error:
+        return type(error).__name__
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    seed = int(sys.argv[1])
+    for index in map(int, sys.argv[2:]):
+        print("start", index, flush=True)
+        print("end", index, run(case(seed, index)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
