@@ -1,12 +1,11 @@
 #include "program/flow.h"
 
 #include <algorithm>
-#include <cstdarg>
-#include <cstdio>
 #include <numeric>
 #include <vector>
 
 #include "program/operators.h"
+#include "program/text.h"
 
 namespace headrace {
 
@@ -17,15 +16,6 @@ using Kinds = uint8_t;
 constexpr Kinds kInt = 1, kDouble = 2, kBool = 4, kAny = 7;
 // Of a tensor: there are paths on which it has no memory yet.
 constexpr Kinds kBare = 8;
-
-__attribute__((format(printf, 1, 2))) std::string format(const char* pattern, ...) {
-  char text[512];
-  va_list args;
-  va_start(args, pattern);
-  std::vsnprintf(text, sizeof text, pattern, args);
-  va_end(args);
-  return text;
-}
 
 bool is_floating(DType dtype) {
   return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32 ||

@@ -170,9 +170,16 @@ Status Instance::open() {
 
   LogScope log;
   (void)core.data_map.take_missing();
-  auto method = core.program->load_method(plan_.name.c_str(), &*memory_, nullptr,
-                                          core.data_map.empty() ? nullptr : &core.data_map,
-                                          core.options.empty() ? nullptr : &map);
+  auto load = [&]() -> et::Result<et::Method> {
+    try {
+      return core.program->load_method(plan_.name.c_str(), &*memory_, nullptr,
+                                       core.data_map.empty() ? nullptr : &core.data_map,
+                                       core.options.empty() ? nullptr : &map);
+    } catch (const EngineAbort&) {
+      return et::Error::Internal;
+    }
+  };
+  auto method = load();
   if (!method.ok()) {
     Status status = engine_status(method.error(), "loading", plan_, log.take());
     auto missing = core.data_map.take_missing();
@@ -337,13 +344,21 @@ Status Instance::collect_output(size_t i, const Value* given, Ring& ring, Value&
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 Status Instance::execute() {
+  auto unless_it_aborts = [&](auto&& call) {
+    try {
+      return call();
+    } catch (const EngineAbort&) {
+      broken_ = true;
+      return et::Error::Internal;
+    }
+  };
   LogScope log;
   et::Error error = et::Error::Ok;
   if (!plan_.loops) {
-    error = method_->execute();
+    error = unless_it_aborts([&] { return method_->execute(); });
   } else {
     int64_t steps = 0;
-    while ((error = method_->step()) == et::Error::Ok) {
+    while ((error = unless_it_aborts([&] { return method_->step(); })) == et::Error::Ok) {
       if (++steps < core_.max_steps) continue;
       broken_ = true;
       return Status(ErrorCode::kDelegate,
