@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "program/flatbuffer.h"
+#include "program/text.h"
 
 // Formats: ExecuTorch 1.5.1, backends/xnnpack/serialization/schema.fbs (field numbers below) and
 // runtime/XNNHeader.h. What XNNPACK itself takes on trust: its src/subgraph and src/operators.
@@ -181,10 +182,10 @@ class Graph {
     if (!key.empty()) {
       if (auto bytes = find_(key)) return *bytes;
       fail(
-          "constant %u: expected data under the key '%.*s', got no file that has it; pass the .ptd files "
-          "that were "
+          "constant %u: expected data under the key %s, got no file that has it; pass the .ptd files that "
+          "were "
           "exported with the program as data=",
-          index, static_cast<int>(std::min<size_t>(key.size(), 80)), key.data());
+          index, quoted(key).c_str());
     }
     if (offset > constants_.size() || size > constants_.size() - offset) {
       fail("constant %u: expected it inside %zu bytes, got offset %llu and size %llu", index,

@@ -317,13 +317,15 @@ void raise(const Status& status) {
                                            "DelegateUnavailable", "DeviceError",  "OutOfDeviceMemory",
                                            "CaptureError",        "EngineError"};
   nb::object cls = nb::module_::import_("headrace.errors").attr(kNames[static_cast<size_t>(status.code())]);
+  // Messages quote paths and files, which need not be UTF-8.
+  auto decoded = [](const std::string& s) {
+    return nb::steal(PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace"));
+  };
   nb::list log;
-  for (const std::string& line : status.log) log.append(nb::str(line.c_str(), line.size()));
+  for (const std::string& line : status.log) log.append(decoded(line));
   nb::dict kwargs;
   kwargs["log"] = log;
-  auto text = [](const std::string& s) {
-    return s.empty() ? nb::object(nb::none()) : nb::object(nb::str(s.c_str(), s.size()));
-  };
+  auto text = [&](const std::string& s) { return s.empty() ? nb::object(nb::none()) : decoded(s); };
   if (status.code() == ErrorCode::kDelegate || status.code() == ErrorCode::kDelegateUnavailable) {
     kwargs["delegate"] = text(status.delegate);
     kwargs["method"] = text(status.method);
@@ -332,7 +334,7 @@ void raise(const Status& status) {
   if (status.code() == ErrorCode::kDevice || status.code() == ErrorCode::kOutOfDeviceMemory) {
     kwargs["device"] = text(status.device);
   }
-  nb::object error = cls(nb::str(status.message().c_str(), status.message().size()), **kwargs);
+  nb::object error = cls(decoded(status.message()), **kwargs);
   PyErr_SetObject(cls.ptr(), error.ptr());
   nb::raise_python_error();
 }
