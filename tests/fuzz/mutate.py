@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import programs
+from tests.fuzz.kernels import kernel_program, operators
 from tests.fuzz.tables import Slot, payloads, slots
 
 __all__ = ["KINDS", "Case", "case"]
@@ -256,10 +257,17 @@ def data_file(rng: random.Random, seed: Seed, data: bytearray) -> str:
     return f"{slot.path} = {slot.read(data)}"
 
 
+def kernel(rng: random.Random, seed: Seed, data: bytearray) -> str:
+    """One call of any kernel, its arguments of the right kinds and of any values; not a mutation."""
+    name = rng.choice(sorted(operators()))
+    data[:], what = kernel_program(rng, name)
+    return f"{name} {what}"
+
+
 Mutation = Callable[[random.Random, Seed, bytearray], str]
 KINDS: dict[str, Mutation] = {
     f.__name__: f
-    for f in (truncate, bits, offsets, counts, kinds, fields, instructions, splice, payload, data_file)
+    for f in (truncate, bits, offsets, counts, kinds, fields, instructions, splice, payload, data_file, kernel)
 }
 
 
@@ -280,6 +288,8 @@ def case(seed: int, index: int) -> Case:
         what = mutation(rng, chosen, files[which])
         return Case(f"{index} {kind} {chosen.name}: {what}", chosen.program, tuple(map(bytes, files)))
     data = bytearray(chosen.program)
+    if kind == "kernel":
+        return Case(f"{index} {kind}: {kernel(rng, chosen, data)}", bytes(data), ())
     done = []
     # Several small changes get past checks that one alone does not.
     rounds = 1 if kind in ("truncate", "bits", "splice") or rng.random() < 0.6 else rng.randrange(2, 5)
