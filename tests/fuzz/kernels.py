@@ -199,7 +199,10 @@ def _contents(rng: random.Random, dtype: int, count: int) -> bytes:
         return rng.randbytes(width * count)
     if dtype in (6, 7):
         return struct.pack(f"<{count}{'f' if dtype == 6 else 'd'}", *(rng.uniform(-3, 3) for _ in range(count)))
-    numbers = [rng.choice([0, 0, 1, 1, 2, 3, -1, 5, 100, -100]) for _ in range(count)]
+    least = -(1 << 8 * width - 1)
+    numbers = [rng.choice([0, 0, 1, 1, 2, 3, -1, -1, 5, 100, -100, least]) for _ in range(count)]
+    if rng.random() < 0.3:
+        numbers = [n or 1 for n in numbers]
     return b"".join((n & (1 << 8 * width) - 1).to_bytes(width, "little") for n in numbers)
 
 
