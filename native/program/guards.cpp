@@ -88,24 +88,33 @@ bool can_divide_truly(Args args) {
   return args.size() < 3 || !args[2]->isTensor() || et::isFloatingType(args[2]->toTensor().scalar_type());
 }
 
+// The inverse of a real Fourier transform reads its input as complex numbers, whatever it holds.
+bool is_complex_input(Args args) {
+  return args.size() < 1 || !args[0]->isTensor() || et::isComplexType(args[0]->toTensor().scalar_type());
+}
+
 struct Guard {
   const char* kernel;
   Check check;
+  const char* expected;
 };
 
+constexpr const char* kQuotient = "integers that can be divided, got a division by zero or out of range";
+
 constexpr Guard kGuards[] = {
-    {"executorch_prim::floordiv.Scalar", can_divide},
-    {"executorch_prim::floordiv.int", can_divide},
-    {"executorch_prim::mod.Scalar", can_divide},
-    {"executorch_prim::mod.int", can_divide},
-    {"aten::div.out", can_divide_truly},
-    {"aten::div.out_mode", can_divide_tensors},
-    {"aten::div.Scalar_mode_out", can_divide_tensors},
-    {"aten::floor_divide.out", can_divide_tensors},
-    {"aten::remainder.Tensor_out", can_divide_tensors},
-    {"aten::remainder.Scalar_out", can_divide_tensors},
-    {"aten::fmod.Tensor_out", can_divide_tensors},
-    {"aten::fmod.Scalar_out", can_divide_tensors},
+    {"aten::_fft_c2r.out", is_complex_input, "an input of complex numbers"},
+    {"executorch_prim::floordiv.Scalar", can_divide, kQuotient},
+    {"executorch_prim::floordiv.int", can_divide, kQuotient},
+    {"executorch_prim::mod.Scalar", can_divide, kQuotient},
+    {"executorch_prim::mod.int", can_divide, kQuotient},
+    {"aten::div.out", can_divide_truly, "an output of floats"},
+    {"aten::div.out_mode", can_divide_tensors, kQuotient},
+    {"aten::div.Scalar_mode_out", can_divide_tensors, kQuotient},
+    {"aten::floor_divide.out", can_divide_tensors, kQuotient},
+    {"aten::remainder.Tensor_out", can_divide_tensors, kQuotient},
+    {"aten::remainder.Scalar_out", can_divide_tensors, kQuotient},
+    {"aten::fmod.Tensor_out", can_divide_tensors, kQuotient},
+    {"aten::fmod.Scalar_out", can_divide_tensors, kQuotient},
 };
 constexpr size_t kCount = std::size(kGuards);
 
@@ -119,8 +128,7 @@ void guarded(et::KernelRuntimeContext& context, Args args) {
   if (kGuards[I].check(args)) {
     originals()[I](context, args);
   } else {
-    ET_LOG(Error, "%s: expected integers that can be divided, got a division by zero or out of range",
-           kGuards[I].kernel);
+    ET_LOG(Error, "%s: expected %s", kGuards[I].kernel, kGuards[I].expected);
     context.fail(et::Error::InvalidArgument);
   }
 }

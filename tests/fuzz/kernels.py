@@ -90,7 +90,9 @@ class Plan:
         def vector(items: list, format: str) -> int:
             width = struct.calcsize(format)
             b.StartVector(width, len(items), width)
-            put = {"i": b.PrependInt32, "q": b.PrependInt64, "d": b.PrependFloat64, "B": b.PrependUint8}[format]
+            put = {"i": b.PrependInt32, "q": b.PrependInt64, "d": b.PrependFloat64, "B": b.PrependUint8}[
+                format
+            ]
             for item in reversed(items):
                 put(item)
             return b.EndVector()
@@ -122,7 +124,9 @@ class Plan:
                 fields = [(2, "UOffsetTRelative", s), (3, "UOffsetTRelative", o), (0, "Int8", dtype)]
                 fields += [(5, "Uint32", index), (8, "Int8", dynamism)]
                 if offset is not None:
-                    where = table((0, "Uint32", 1), (1, "Uint32", offset & 0xFFFFFFFF), (2, "Uint32", offset >> 32))
+                    where = table(
+                        (0, "Uint32", 1), (1, "Uint32", offset & 0xFFFFFFFF), (2, "Uint32", offset >> 32)
+                    )
                     fields.append((6, "UOffsetTRelative", where))
                 inner = table(*fields)
             else:
@@ -198,7 +202,9 @@ def _contents(rng: random.Random, dtype: int, count: int) -> bytes:
     if rng.random() < 0.2 or dtype in (5, 15):
         return rng.randbytes(width * count)
     if dtype in (6, 7):
-        return struct.pack(f"<{count}{'f' if dtype == 6 else 'd'}", *(rng.uniform(-3, 3) for _ in range(count)))
+        return struct.pack(
+            f"<{count}{'f' if dtype == 6 else 'd'}", *(rng.uniform(-3, 3) for _ in range(count))
+        )
     least = -(1 << 8 * width - 1)
     numbers = [rng.choice([0, 0, 1, 1, 2, 3, -1, -1, 5, 100, -100, least]) for _ in range(count)]
     if rng.random() < 0.3:

@@ -17,7 +17,7 @@ from tests import programs
 from tests.fuzz.kernels import kernel_program, operators
 from tests.fuzz.tables import Slot, payloads, slots
 
-__all__ = ["KINDS", "Case", "case"]
+__all__ = ["KINDS", "Case", "case", "indices"]
 
 BIG = 80_000  # bytes; larger programs show nothing that smaller ones do not
 EDGES = [0, 1, 2, 3, 7, 127, 128, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**33 + 1]
@@ -267,8 +267,27 @@ def kernel(rng: random.Random, seed: Seed, data: bytearray) -> str:
 Mutation = Callable[[random.Random, Seed, bytearray], str]
 KINDS: dict[str, Mutation] = {
     f.__name__: f
-    for f in (truncate, bits, offsets, counts, kinds, fields, instructions, splice, payload, data_file, kernel)
+    for f in (
+        truncate,
+        bits,
+        offsets,
+        counts,
+        kinds,
+        fields,
+        instructions,
+        splice,
+        payload,
+        data_file,
+        kernel,
+    )
 }
+
+
+def indices(count: int, only: str | None = None, start: int = 0) -> list[int]:
+    """``count`` indices of cases, of all kinds in turn or of one."""
+    step = 1 if only is None else len(KINDS)
+    first = 0 if only is None else list(KINDS).index(only)
+    return [first + step * i for i in range(start, start + count)]
 
 
 def case(seed: int, index: int) -> Case:
