@@ -350,6 +350,7 @@ class Flow {
     const Signature* s = signature(in);
     if (s == nullptr) return;
     const std::string& name = m_.operators[static_cast<size_t>(in.target)];
+    check_device(in, *s);
     written_.clear();
     for (size_t a = 0; a < s->parameters.size(); ++a) {
       char kind = s->parameters[a].kind;
@@ -378,6 +379,29 @@ class Flow {
         for (int32_t item : v.items) {
           if (item >= 0) read(item, a);
         }
+      }
+    }
+  }
+
+  // The engine's kernels run on the host; only the two that copy between devices may see another's memory.
+  void check_device(const Instruction& in, const Signature& s) {
+    const std::string& name = m_.operators[static_cast<size_t>(in.target)];
+    if (name.starts_with("et_copy::") || name.starts_with("aten::sym_") || is_view(in)) return;
+    auto on_host = [&](int32_t v, size_t a) {
+      const TensorPlan* t = m_.tensor_of(v);
+      if (t == nullptr) return;
+      DeviceId device = t->storage == Storage::kPlanned ? m_.buffers[t->memory_id].device
+                        : t->storage == Storage::kNone  ? t->device
+                                                        : DeviceId{};
+      if (device.kind != DeviceKind::kCpu)
+        fail_argument(a, "a tensor on cpu", v, "one on " + device_name(device));
+    };
+    for (size_t a = 0; a < s.parameters.size(); ++a) {
+      on_host(in.args[a], a);
+      const ValuePlan& v = value(in.args[a]);
+      if (v.kind != ValueKind::kTensorList && v.kind != ValueKind::kOptionalTensorList) continue;
+      for (int32_t item : v.items) {
+        if (item >= 0) on_host(item, a);
       }
     }
   }

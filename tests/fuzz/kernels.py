@@ -86,6 +86,7 @@ class Plan:
 
     def build(self) -> bytes:
         b = flatbuffers.Builder(4096)
+        b.ForceDefaults(True)  # so that a mutation finds every field
 
         def vector(items: list, format: str) -> int:
             width = struct.calcsize(format)

@@ -195,13 +195,24 @@ _XNODES = {1: "Node2x1", 2: "FullyConnected", 5: "StaticTranspose", 7: "Conv", 8
 _XNODES |= {10: "StaticConstantPad", 11: "Pooling", 12: "Node2x1", 13: "Conv", 14: "Pooling"}
 _XNODES |= {15: "Node2x1", 16: "Node2x1", 20: "StaticReshape", 26: "Node2x1", 31: "Node2x1"}
 _XNODES |= {32: "Cat", 33: "Cat", 34: "Cat", 35: "StaticSlice", 37: "Node2x1", 38: "Cat", 39: "Conv"}
-_XNODES |= {n: "Node1x1" for n in (3, 4, 6, 17, 18, 19, 22, 23, 24, 27, 28, 30, *range(40, 48))}
+_XNODES |= dict.fromkeys((3, 4, 6, 17, 18, 19, 22, 23, 24, 27, 28, 30, *range(40, 48)), "Node1x1")
 
 UNIONS: dict[str, dict[int, str]] = {
     "*KernelTypes": dict(
         enumerate(
-            ["Null", "Int", "Bool", "Double", "Tensor", "String", "IntList", "DoubleList", "BoolList"]
-            + ["TensorList", "OptionalTensorList"],
+            [
+                "Null",
+                "Int",
+                "Bool",
+                "Double",
+                "Tensor",
+                "String",
+                "IntList",
+                "DoubleList",
+                "BoolList",
+                "TensorList",
+                "OptionalTensorList",
+            ],
             start=1,
         )
     ),
@@ -301,10 +312,11 @@ def payloads(data: bytes, places: list[Slot]) -> Iterator[tuple[int, int]]:
     """Offset and size of each XNNPACK payload in a program with segments."""
     (segments,) = struct.unpack_from("<Q", data, 24) if data[8:12] == b"eh00" else (0,)
     by_path = {s.path: s for s in places}
-    i = 0
-    while (offset := by_path.get(f"Program.segments[{i}].size")) is not None:
-        at = by_path.get(f"Program.segments[{i}].offset")
-        start = segments + (at.read(data) if at else 0)
+
+    def number(path: str) -> int:
+        return int(by_path[path].read(data)) if path in by_path else 0  # a default is not stored
+
+    for i in range(number("Program.segments.count")):
+        start = segments + number(f"Program.segments[{i}].offset")
         if data[start + 4 : start + 8] == b"XH00":
-            yield start, offset.read(data)
-        i += 1
+            yield start, number(f"Program.segments[{i}].size")
