@@ -1,12 +1,11 @@
 #include "program/flow.h"
 
 #include <algorithm>
-#include <cstdarg>
-#include <cstdio>
 #include <numeric>
 #include <vector>
 
 #include "program/operators.h"
+#include "program/text.h"
 
 namespace headrace {
 
@@ -17,15 +16,6 @@ using Kinds = uint8_t;
 constexpr Kinds kInt = 1, kDouble = 2, kBool = 4, kAny = 7;
 // Of a tensor: there are paths on which it has no memory yet.
 constexpr Kinds kBare = 8;
-
-__attribute__((format(printf, 1, 2))) std::string format(const char* pattern, ...) {
-  char text[512];
-  va_list args;
-  va_start(args, pattern);
-  std::vsnprintf(text, sizeof text, pattern, args);
-  va_end(args);
-  return text;
-}
 
 bool is_floating(DType dtype) {
   return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32 ||
@@ -360,6 +350,7 @@ class Flow {
     const Signature* s = signature(in);
     if (s == nullptr) return;
     const std::string& name = m_.operators[static_cast<size_t>(in.target)];
+    check_device(in, *s);
     written_.clear();
     for (size_t a = 0; a < s->parameters.size(); ++a) {
       char kind = s->parameters[a].kind;
@@ -388,6 +379,29 @@ class Flow {
         for (int32_t item : v.items) {
           if (item >= 0) read(item, a);
         }
+      }
+    }
+  }
+
+  // The engine's kernels run on the host; only the two that copy between devices may see another's memory.
+  void check_device(const Instruction& in, const Signature& s) {
+    const std::string& name = m_.operators[static_cast<size_t>(in.target)];
+    if (name.starts_with("et_copy::") || name.starts_with("aten::sym_") || is_view(in)) return;
+    auto on_host = [&](int32_t v, size_t a) {
+      const TensorPlan* t = m_.tensor_of(v);
+      if (t == nullptr) return;
+      DeviceId device = t->storage == Storage::kPlanned ? m_.buffers[t->memory_id].device
+                        : t->storage == Storage::kNone  ? t->device
+                                                        : DeviceId{};
+      if (device.kind != DeviceKind::kCpu)
+        fail_argument(a, "a tensor on cpu", v, "one on " + device_name(device));
+    };
+    for (size_t a = 0; a < s.parameters.size(); ++a) {
+      on_host(in.args[a], a);
+      const ValuePlan& v = value(in.args[a]);
+      if (v.kind != ValueKind::kTensorList && v.kind != ValueKind::kOptionalTensorList) continue;
+      for (int32_t item : v.items) {
+        if (item >= 0) on_host(item, a);
       }
     }
   }

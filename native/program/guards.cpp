@@ -1,8 +1,11 @@
 #include "program/guards.h"
 
+#include <executorch/runtime/core/exec_aten/util/scalar_type_util.h>
 #include <executorch/runtime/kernel/kernel_runtime_context.h>
 #include <executorch/runtime/kernel/operator_registry.h>
+#include <executorch/runtime/platform/log.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -13,6 +16,7 @@
 namespace headrace {
 
 namespace et = executorch::runtime;
+using executorch::aten::ScalarType;
 
 namespace {
 
@@ -28,16 +32,89 @@ bool can_divide(Args args) {
   return divisor != 0 && !(divisor == -1 && args[0]->toInt() == std::numeric_limits<int64_t>::min());
 }
 
+bool is_signed(ScalarType type) { return type == ScalarType::Int || type == ScalarType::Long; }
+
+int width(ScalarType type) {
+  return type == ScalarType::Long ? 8 : type == ScalarType::Int ? 4 : type == ScalarType::Short ? 2 : 1;
+}
+
+template <class T>
+bool contains(const executorch::aten::Tensor& tensor, T value) {
+  const T* data = tensor.const_data_ptr<T>();
+  return std::find(data, data + tensor.numel(), value) != data + tensor.numel();
+}
+
+bool contains(const executorch::aten::Tensor& tensor, bool least) {
+  constexpr auto kLeast32 = std::numeric_limits<int32_t>::min();
+  constexpr auto kLeast64 = std::numeric_limits<int64_t>::min();
+  switch (tensor.scalar_type()) {
+    case ScalarType::Long:
+      return contains<int64_t>(tensor, least ? kLeast64 : -1);
+    case ScalarType::Int:
+      return contains<int32_t>(tensor, least ? kLeast32 : -1);
+    case ScalarType::Short:
+      return !least && contains<int16_t>(tensor, -1);
+    case ScalarType::Char:
+      return !least && contains<int8_t>(tensor, -1);
+    default:
+      return false;
+  }
+}
+
+// Division of tensors of ints. The kernels look for zeros, though not after a divisor was made narrower, and
+// not for the quotient that does not fit (kernels/portable/cpu/op_div.cpp, op_remainder.cpp).
+bool can_divide_tensors(Args args) {
+  if (args.size() < 2 || !args[0]->isTensor()) return true;
+  const auto& a = args[0]->toTensor();
+  if (!et::isIntegralType(a.scalar_type(), false)) return true;
+  if (args[1]->isInt()) {
+    int64_t divisor = args[1]->toInt();
+    // What is left of it in the type of the tensor.
+    int bits = 8 * width(a.scalar_type());
+    int64_t narrow = bits == 64
+                         ? divisor
+                         : static_cast<int64_t>(static_cast<uint64_t>(divisor) << (64 - bits)) >> (64 - bits);
+    return narrow != 0 && !(narrow == -1 && is_signed(a.scalar_type()) && contains(a, true));
+  }
+  if (!args[1]->isTensor()) return true;
+  const auto& b = args[1]->toTensor();
+  bool here = is_signed(a.scalar_type()) && et::isIntegralType(b.scalar_type(), false) &&
+              width(b.scalar_type()) <= width(a.scalar_type());
+  return !here || !contains(a, true) || !contains(b, false);
+}
+
+// True division gives floats; asked for ints, the kernel divides as ints and traps on a zero.
+bool can_divide_truly(Args args) {
+  return args.size() < 3 || !args[2]->isTensor() || et::isFloatingType(args[2]->toTensor().scalar_type());
+}
+
+// The inverse of a real Fourier transform reads its input as complex numbers, whatever it holds.
+bool is_complex_input(Args args) {
+  return args.size() < 1 || !args[0]->isTensor() || et::isComplexType(args[0]->toTensor().scalar_type());
+}
+
 struct Guard {
   const char* kernel;
   Check check;
+  const char* expected;
 };
 
+constexpr const char* kQuotient = "integers that can be divided, got a division by zero or out of range";
+
 constexpr Guard kGuards[] = {
-    {"executorch_prim::floordiv.Scalar", can_divide},
-    {"executorch_prim::floordiv.int", can_divide},
-    {"executorch_prim::mod.Scalar", can_divide},
-    {"executorch_prim::mod.int", can_divide},
+    {"aten::_fft_c2r.out", is_complex_input, "an input of complex numbers"},
+    {"executorch_prim::floordiv.Scalar", can_divide, kQuotient},
+    {"executorch_prim::floordiv.int", can_divide, kQuotient},
+    {"executorch_prim::mod.Scalar", can_divide, kQuotient},
+    {"executorch_prim::mod.int", can_divide, kQuotient},
+    {"aten::div.out", can_divide_truly, "an output of floats"},
+    {"aten::div.out_mode", can_divide_tensors, kQuotient},
+    {"aten::div.Scalar_mode_out", can_divide_tensors, kQuotient},
+    {"aten::floor_divide.out", can_divide_tensors, kQuotient},
+    {"aten::remainder.Tensor_out", can_divide_tensors, kQuotient},
+    {"aten::remainder.Scalar_out", can_divide_tensors, kQuotient},
+    {"aten::fmod.Tensor_out", can_divide_tensors, kQuotient},
+    {"aten::fmod.Scalar_out", can_divide_tensors, kQuotient},
 };
 constexpr size_t kCount = std::size(kGuards);
 
@@ -51,6 +128,7 @@ void guarded(et::KernelRuntimeContext& context, Args args) {
   if (kGuards[I].check(args)) {
     originals()[I](context, args);
   } else {
+    ET_LOG(Error, "%s: expected %s", kGuards[I].kernel, kGuards[I].expected);
     context.fail(et::Error::InvalidArgument);
   }
 }

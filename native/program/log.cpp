@@ -3,6 +3,7 @@
 #include <executorch/runtime/platform/platform.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <utility>
 
 namespace headrace {
@@ -15,23 +16,30 @@ constexpr size_t kMaxLines = 64;  // a failing kernel in a loop logs without end
 struct LogSink {
   static void emit(et_timestamp_t, et_pal_log_level_t level, const char* file, const char*, size_t line,
                    const char* message, size_t length) {
-    if (level == et_pal_log_level_t::kFatal) {
+    bool fatal = level == et_pal_log_level_t::kFatal;
+    if (fatal && innermost == nullptr) {
       std::fprintf(stderr, "headrace: the engine ends this process: %s:%zu: %.*s\n", file, line,
                    static_cast<int>(length), message);
       return;
     }
-    if (level != et_pal_log_level_t::kError || innermost == nullptr) return;
+    if ((level != et_pal_log_level_t::kError && !fatal) || innermost == nullptr) return;
     auto& lines = innermost->lines_;
-    if (lines.size() >= kMaxLines) return;
+    if (lines.size() >= kMaxLines && !fatal) return;
     std::string text(message, length);
     // The engine quotes the file, whose bytes may be anything.
     for (char& c : text) c = c >= 0x20 && c < 0x7f ? c : '?';
     lines.push_back(std::string(file) + ":" + std::to_string(line) + ": " + text);
   }
+
+  static void abort() {
+    if (innermost != nullptr) throw EngineAbort{};
+    std::abort();
+  }
 };
 
 void collect_engine_log() {
-  executorch::runtime::register_pal(executorch::runtime::PalImpl::create(&LogSink::emit, __FILE_NAME__));
+  executorch::runtime::register_pal(executorch::runtime::PalImpl::create(
+      nullptr, &LogSink::abort, nullptr, nullptr, &LogSink::emit, nullptr, nullptr, __FILE_NAME__));
 }
 
 LogScope::LogScope() : outer_(std::exchange(innermost, this)) {}

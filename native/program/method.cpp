@@ -267,8 +267,15 @@ Status Instance::load_method() {
   CallContext context;
   DeviceGuard guard(device_, kPerThreadStream, &context);
   (void)core_.data_map.take_missing();
-  auto method = core_.program->load_method(plan_.name.c_str(), &*memory_, nullptr, &core_.data_map,
-                                           core_.options.empty() ? nullptr : &map);
+  auto load = [&]() -> et::Result<et::Method> {
+    try {
+      return core_.program->load_method(plan_.name.c_str(), &*memory_, nullptr, &core_.data_map,
+                                        core_.options.empty() ? nullptr : &map);
+    } catch (const EngineAbort&) {
+      return et::Error::Internal;
+    }
+  };
+  auto method = load();
   if (method.ok()) {
     method_.emplace(std::move(*method));
     return {};
@@ -564,13 +571,21 @@ Status Instance::collect_output(size_t i, const Value* given, Call& call, Value&
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 Status Instance::execute() {
+  auto unless_it_aborts = [&](auto&& call) {
+    try {
+      return call();
+    } catch (const EngineAbort&) {
+      torn_ = true;
+      return et::Error::Internal;
+    }
+  };
   LogScope log;
   et::Error error = et::Error::Ok;
   if (!plan_.loops) {
-    error = method_->execute();
+    error = unless_it_aborts([&] { return method_->execute(); });
   } else {
     int64_t steps = 0;
-    while ((error = method_->step()) == et::Error::Ok) {
+    while ((error = unless_it_aborts([&] { return method_->step(); })) == et::Error::Ok) {
       if (++steps < core_.max_steps) continue;
       torn_ = true;
       return Status(ErrorCode::kDelegate,

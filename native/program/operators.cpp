@@ -2,10 +2,17 @@
 
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 namespace headrace {
 
 namespace {
+
+constexpr std::pair<std::string_view, std::string_view> kOperators[] = {
+#define OPERATOR(name, kinds) {name, kinds},
+#include "program/operators.def"
+#undef OPERATOR
+};
 
 Signature parse(std::string_view name, std::string_view text) {
   Signature out;
@@ -24,11 +31,11 @@ Signature parse(std::string_view name, std::string_view text) {
 }
 
 const std::unordered_map<std::string_view, Signature>& table() {
-#define OPERATOR(name, kinds) {name, parse(name, kinds)},
-  static const std::unordered_map<std::string_view, Signature> signatures = {
-#include "program/operators.def"
-  };
-#undef OPERATOR
+  static const auto signatures = [] {
+    std::unordered_map<std::string_view, Signature> out;
+    for (auto [name, kinds] : kOperators) out.emplace(name, parse(name, kinds));
+    return out;
+  }();
   return signatures;
 }
 

@@ -2,13 +2,12 @@
 
 #include <algorithm>
 #include <cinttypes>
-#include <cstdarg>
-#include <cstdio>
 #include <new>
 #include <unordered_set>
 
 #include "program/flatbuffer.h"
 #include "program/flow.h"
+#include "program/text.h"
 
 namespace headrace {
 
@@ -47,42 +46,6 @@ struct Malformed {
   ErrorCode code;
   std::string message;
 };
-
-__attribute__((format(printf, 1, 2))) std::string format(const char* pattern, ...) {
-  char text[512];
-  va_list args;
-  va_start(args, pattern);
-  std::vsnprintf(text, sizeof text, pattern, args);
-  va_end(args);
-  return text;
-}
-
-// Names of an untrusted file go into messages: short and printable.
-std::string quoted(std::string_view name) {
-  std::string out = "'";
-  for (char c : name.substr(0, 80)) out += (c >= 0x20 && c < 0x7f) ? c : '?';
-  if (name.size() > 80) out += "…";
-  return out + "'";
-}
-
-// Whether `text` is well-formed UTF-8 (RFC 3629) without control characters.
-bool is_text(std::string_view text) {
-  for (size_t i = 0; i < text.size();) {
-    auto lead = static_cast<uint8_t>(text[i++]);
-    if (lead < 0x20 || lead == 0x7f) return false;
-    if (lead < 0x80) continue;
-    int more = lead >= 0xf0 ? 3 : lead >= 0xe0 ? 2 : 1;
-    if (lead < 0xc2 || lead > 0xf4) return false;
-    uint32_t code = lead & (0x3fu >> more);
-    for (int k = 0; k < more; ++k, ++i) {
-      if (i >= text.size() || (static_cast<uint8_t>(text[i]) & 0xc0) != 0x80) return false;
-      code = code << 6 | (static_cast<uint8_t>(text[i]) & 0x3fu);
-    }
-    constexpr uint32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
-    if (code < kLeast[more] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return false;
-  }
-  return true;
-}
 
 // Where an aligned extended header puts things; formats: schema/extended_header.h, flat_tensor_header.h.
 struct Header {
@@ -504,7 +467,8 @@ class ProgramReader : FileReader {
       fail(format("planned memory: expected an offset that is a multiple of %zu, got %" PRIu64,
                   itemsize(out.dtype), out.memory_offset));
     }
-    if (planned.device != out.device) {
+    // Older exports tag a tensor for a device and plan it on the host; the other way round is a wild pointer.
+    if (planned.device.kind != DeviceKind::kCpu && planned.device != out.device) {
       fail("planned memory: expected a tensor and its buffer on one device, got " + device_name(out.device) +
            " and " + device_name(planned.device));
     }

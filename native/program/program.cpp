@@ -199,10 +199,10 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
     if (!entries.ok()) return entries.status();
     if (Status status = core->data_map.add(data->name(), std::move(*entries)); !status.ok()) return status;
   }
-  if (Status status = check_device(*core); !status.ok()) return status;
   if (Status status = check_external_data(*core); !status.ok()) return status;
   if (Status status = check_payloads(*core); !status.ok()) return status;
   if (Status status = check_delegates_and_kernels(*core, options); !status.ok()) return status;
+  if (Status status = check_device(*core); !status.ok()) return status;
 
   std::shared_ptr<Program> self(new Program());
   self->core_ = core;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "program/flatbuffer.h"
+#include "program/text.h"
 
 // Formats: ExecuTorch 1.5.1, backends/xnnpack/serialization/schema.fbs (field numbers below) and
 // runtime/XNNHeader.h. What XNNPACK itself takes on trust: its src/subgraph and src/operators.

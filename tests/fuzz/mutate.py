@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import programs
+from tests.fuzz.kernels import kernel_program, operators
 from tests.fuzz.tables import Slot, payloads, slots
 
-__all__ = ["KINDS", "Case", "case"]
+__all__ = ["KINDS", "Case", "case", "indices"]
 
 BIG = 80_000  # bytes; larger programs show nothing that smaller ones do not
 EDGES = [0, 1, 2, 3, 7, 127, 128, 255, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**33 + 1]
@@ -256,11 +257,37 @@ def data_file(rng: random.Random, seed: Seed, data: bytearray) -> str:
     return f"{slot.path} = {slot.read(data)}"
 
 
+def kernel(rng: random.Random, seed: Seed, data: bytearray) -> str:
+    """One call of any kernel, its arguments of the right kinds and of any values; not a mutation."""
+    name = rng.choice(sorted(operators()))
+    data[:], what = kernel_program(rng, name)
+    return f"{name} {what}"
+
+
 Mutation = Callable[[random.Random, Seed, bytearray], str]
 KINDS: dict[str, Mutation] = {
     f.__name__: f
-    for f in (truncate, bits, offsets, counts, kinds, fields, instructions, splice, payload, data_file)
+    for f in (
+        truncate,
+        bits,
+        offsets,
+        counts,
+        kinds,
+        fields,
+        instructions,
+        splice,
+        payload,
+        data_file,
+        kernel,
+    )
 }
+
+
+def indices(count: int, only: str | None = None, start: int = 0) -> list[int]:
+    """``count`` indices of cases, of all kinds in turn or of one."""
+    step = 1 if only is None else len(KINDS)
+    first = 0 if only is None else list(KINDS).index(only)
+    return [first + step * i for i in range(start, start + count)]
 
 
 def case(seed: int, index: int) -> Case:
@@ -280,6 +307,8 @@ def case(seed: int, index: int) -> Case:
         what = mutation(rng, chosen, files[which])
         return Case(f"{index} {kind} {chosen.name}: {what}", chosen.program, tuple(map(bytes, files)))
     data = bytearray(chosen.program)
+    if kind == "kernel":
+        return Case(f"{index} {kind}: {kernel(rng, chosen, data)}", bytes(data), ())
     done = []
     # Several small changes get past checks that one alone does not.
     rounds = 1 if kind in ("truncate", "bits", "splice") or rng.random() < 0.6 else rng.randrange(2, 5)

@@ -20,7 +20,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.fuzz.mutate import KINDS, case
+from tests.fuzz.mutate import KINDS, case, indices
 
 __all__ = ["Result", "fuzz", "main"]
 
@@ -38,12 +38,12 @@ class Result:
         self.failures: list[str] = []
 
 
-def _batch(seed: int, indices: list[int]) -> list[tuple[int, str]]:
+def _batch(seed: int, waiting: list[int]) -> list[tuple[int, str]]:
     """Run cases in one child, in a new one after each that ends it."""
     out: list[tuple[int, str]] = []
-    while indices:
+    while waiting:
         child = subprocess.Popen(
-            [sys.executable, "-m", "tests.fuzz.child", str(seed), *map(str, indices)],
+            [sys.executable, "-m", "tests.fuzz.child", str(seed), *map(str, waiting)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -93,18 +93,18 @@ def _batch(seed: int, indices: list[int]) -> list[tuple[int, str]]:
         stderr = "".join(errors).strip()
         how = verdict or f"CRASH with status {status}"
         if running is None:
-            out.append((indices[0], f"{how} outside a case: {stderr}"))
+            out.append((waiting[0], f"{how} outside a case: {stderr}"))
             break
         out.append((running, f"{how}: {stderr}"))
-        indices = [i for i in indices if i not in ended and i != running]
+        waiting = [i for i in waiting if i not in ended and i != running]
     return out
 
 
-def fuzz(seed: int, indices: list[int], workers: int = 2, progress: bool = False) -> Result:
+def fuzz(seed: int, chosen: list[int], workers: int = 2, progress: bool = False) -> Result:
     """Run the cases with these indices."""
     result = Result()
     names = list(KINDS)
-    batches = [indices[i : i + BATCH] for i in range(0, len(indices), BATCH)]
+    batches = [chosen[i : i + BATCH] for i in range(0, len(chosen), BATCH)]
     done, began = 0, time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         for ended in concurrent.futures.as_completed([pool.submit(_batch, seed, b) for b in batches]):
@@ -132,18 +132,15 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", choices=list(KINDS))
     options = parser.parse_args()
-    indices = list(range(options.start, options.start + options.count))
-    if options.only:
-        step = list(KINDS).index(options.only)
-        indices = [i * len(KINDS) + step for i in indices]
-    result = fuzz(options.seed, indices, options.workers, progress=True)
+    chosen = indices(options.count, options.only, options.start)
+    result = fuzz(options.seed, chosen, options.workers, progress=True)
     for failure in result.failures:
         print(failure)
     print(dict(result.kinds))
     print(dict(result.outcomes))
     total = sum(result.outcomes.values())
-    if total != len(indices):
-        print(f"expected {len(indices)} outcomes, got {total}")
+    if total != len(chosen):
+        print(f"expected {len(chosen)} outcomes, got {total}")
         return 1
     print(f"{total} cases, {len(result.failures)} failures")
     return 1 if result.failures else 0

@@ -312,10 +312,11 @@ def payloads(data: bytes, places: list[Slot]) -> Iterator[tuple[int, int]]:
     """Offset and size of each XNNPACK payload in a program with segments."""
     (segments,) = struct.unpack_from("<Q", data, 24) if data[8:12] == b"eh00" else (0,)
     by_path = {s.path: s for s in places}
-    i = 0
-    while (offset := by_path.get(f"Program.segments[{i}].size")) is not None:
-        at = by_path.get(f"Program.segments[{i}].offset")
-        start = segments + (at.read(data) if at else 0)
+
+    def number(path: str) -> int:
+        return int(by_path[path].read(data)) if path in by_path else 0  # a default is not stored
+
+    for i in range(number("Program.segments.count")):
+        start = segments + number(f"Program.segments[{i}].offset")
         if data[start + 4 : start + 8] == b"XH00":
-            yield start, offset.read(data)
-        i += 1
+            yield start, number(f"Program.segments[{i}].size")
