@@ -6,7 +6,7 @@ EXPORT := .venv-export/bin/python
 NATIVE := $(shell find native cmake CMakeLists.txt pyproject.toml -type f)
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check format bench wheel test-cuda clean
+.PHONY: demo test check format bench wheel fuzz audit-public test-cuda clean
 
 demo: .venv/ready ## set up, then classify handwritten digits
 	$(RUN) -m examples.digits.demo
@@ -29,9 +29,16 @@ format: .venv-dev/ready ## rewrite the sources in the project's format
 bench: .venv/ready .venv-export/ready ## beside stock ExecuTorch, in one run; JSON in build/bench
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(RUN) -m benchmarks --ours-python $(RUN) --stock-python $(EXPORT)
 
-wheel: .venv-dev/ready ## build the wheel into dist
+wheel: .venv-dev/ready .venv-export/ready ## build the wheel into dist, check it, install it in a clean environment
 	rm -rf dist
 	$(DEV) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.wheel dist
+
+fuzz: .venv-dev/ready .venv-export/ready ## thousands of damaged programs and data files; minutes
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.run --count 6000
+
+audit-public: .venv-dev/ready ## audit the public wheels of docs/audit.md; downloads about 0.9 GB
+	$(DEV) -m tests.audit.public_wheels build/public-wheels --check
 
 test-cuda: .venv-dev/ready ## the tests that need a GPU; skipping one is a failure
 	$(DEV) -m pytest -m cuda tests
@@ -40,7 +47,6 @@ test-cuda: .venv-dev/ready ## the tests that need a GPU; skipping one is a failu
 .venv/ready: $(NATIVE)
 	test -x $(RUN) || $(PYTHON) -m venv .venv
 	$(RUN) $(PIP) --upgrade 'pip>=25.1'
-	$(RUN) $(PIP) --force-reinstall --no-deps .
 	$(RUN) $(PIP) .
 	touch $@
 

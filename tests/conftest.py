@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pytest
@@ -37,8 +40,33 @@ def assert_close(got: object, want: programs.Value, rtol: float, atol: float) ->
     np.testing.assert_allclose(got.astype(np.float64), want.float64(), rtol=rtol, atol=atol)
 
 
+def run_python(
+    code: str,
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+    timeout_s: float = 120,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``code`` in a process of its own, in the repository's root, so that it may import ``tests``."""
+    return subprocess.run(
+        [python, "-c", textwrap.dedent(code), *map(str, arguments)],
+        cwd=programs.ROOT,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def succeeded(done: subprocess.CompletedProcess[str]) -> str:
+    """The output of a child that ended well and wrote nothing to stderr."""
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
+    assert done.stderr == ""
+    return done.stdout
+
+
 @pytest.fixture
-def add(tmp_path: Path) -> Iterator[headrace.Method]:
-    """The tiniest program: two float32[2, 3] inputs, their sum."""
+def add() -> Iterator[headrace.Method]:
+    """The tiniest program: two float32[1] inputs, their sum."""
     with headrace.load(programs.load("add").path) as program:
         yield program["forward"]

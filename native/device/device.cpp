@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "device/refusal.h"
 #include "device/registry.h"
 
 namespace headrace {
@@ -12,22 +13,50 @@ std::atomic<int32_t> next_id{1 << 16};  // above every CUDA ordinal
 
 StreamHandle normal(StreamHandle stream) { return stream == 0 ? kLegacyStream : stream; }
 
+Status outside(const Device& device, const char* operation) {
+  if (!in_host_function()) return {};
+  return refusal(
+      ErrorCode::kDevice, device.name(), operation,
+      "a call from outside every host function (CUDA: cuLaunchHostFunc, \"the host function must not "
+      "make any CUDA API calls\")",
+      "one from inside a host function", "enqueue it, or do it after the wait");
+}
+
+Status ours(const Device& device, const char* operation, const char* noun, const DeviceObject& object) {
+  if (Status status = outside(device, operation); !status.ok()) return status;
+  if (object.device_id() == device.id()) return {};
+  return refusal(ErrorCode::kDevice, device.name(), operation, noun + (" of " + device.name()),
+                 "one of " + object.device_name(), "use the device that made it");
+}
+
 }  // namespace
+
+// What every entry point does first.
+#define HEADRACE_OUTSIDE(operation) \
+  if (Status refused = outside(*this, operation); !refused.ok()) return refused
+#define HEADRACE_OURS(operation, noun, object) \
+  if (Status refused = ours(*this, operation, noun, object); !refused.ok()) return refused
 
 ThreadCounts& thread_counts() {
   static thread_local ThreadCounts counts;
   return counts;
 }
 
+DeviceObject::DeviceObject(const Device& device) : device_name_(device.name()), device_id_(device.id()) {}
+DeviceObject::~DeviceObject() = default;
+
 Device::Device(std::string name, Backend backend, int ordinal)
     : name_(std::move(name)),
       backend_(backend),
       ordinal_(ordinal),
-      id_(backend == Backend::kCuda ? ordinal : next_id++) {}
+      id_(backend == Backend::kCuda ? ordinal : next_id++) {
+  remember_device_name(id_, name_);
+}
 
 Device::~Device() { forget_device(this); }
 
 Result<void*> Device::allocate(size_t nbytes, StreamHandle stream) {
+  HEADRACE_OUTSIDE("allocate");
   auto data = do_allocate(nbytes, normal(stream));
   if (data.ok()) {
     remember_allocation(*data, nbytes, this);
@@ -37,67 +66,171 @@ Result<void*> Device::allocate(size_t nbytes, StreamHandle stream) {
 }
 
 Status Device::free(void* data, StreamHandle stream) {
+  HEADRACE_OUTSIDE("free");
+  // Forgotten first: another thread may be given the same address as soon as do_free() has let it go.
+  auto nbytes = forget_allocation(data, this);
   Status status = do_free(data, normal(stream));
   if (status.ok()) {
-    forget_allocation(data);
     ++thread_counts().driver_frees;
+  } else if (nbytes) {
+    remember_allocation(data, *nbytes, this);
   }
   return status;
 }
 
 Status Device::copy(void* to, const void* from, size_t nbytes, StreamHandle stream) {
+  HEADRACE_OUTSIDE("copy");
   return do_copy(to, from, nbytes, normal(stream));
 }
 
 Status Device::fill(void* to, uint8_t byte, size_t nbytes, StreamHandle stream) {
+  HEADRACE_OUTSIDE("fill");
   return do_fill(to, byte, nbytes, normal(stream));
 }
 
 PointerInfo Device::where(const void* address) const { return do_where(address); }
 MemoryCounts Device::memory() const { return do_memory(); }
-Result<StreamHandle> Device::create_stream(const StreamOptions& options) { return do_create_stream(options); }
-Status Device::destroy_stream(StreamHandle stream) { return do_destroy_stream(normal(stream)); }
-Status Device::check_stream(StreamHandle stream) const { return do_check_stream(normal(stream)); }
+
+Result<StreamHandle> Device::create_stream(const StreamOptions& options) {
+  HEADRACE_OUTSIDE("create_stream");
+  if (options.partition) HEADRACE_OURS("create_stream", "a partition", *options.partition);
+  return do_create_stream(options);
+}
+
+Status Device::destroy_stream(StreamHandle stream) {
+  HEADRACE_OUTSIDE("destroy_stream");
+  return do_destroy_stream(normal(stream));
+}
+
+Status Device::check_stream(StreamHandle stream) const {
+  HEADRACE_OUTSIDE("check_stream");
+  return do_check_stream(normal(stream));
+}
+
+namespace {
+
+WaitHooks wait_hooks;
+
+// Around every wait on the host.
+class WaitScope {
+ public:
+  WaitScope() : state_(wait_hooks.before ? wait_hooks.before() : nullptr) {
+    ++thread_counts().synchronizations;
+  }
+  ~WaitScope() {
+    if (wait_hooks.after) wait_hooks.after(state_);
+  }
+  WaitScope(const WaitScope&) = delete;
+  WaitScope& operator=(const WaitScope&) = delete;
+
+ private:
+  void* state_;
+};
+
+}  // namespace
+
+void set_wait_hooks(WaitHooks hooks) { wait_hooks = hooks; }
 
 Status Device::synchronize(StreamHandle stream) {
-  ++thread_counts().synchronizations;
+  HEADRACE_OUTSIDE("synchronize_stream");
+  WaitScope waiting;
   return do_synchronize(normal(stream));
 }
 
 Status Device::synchronize() {
-  ++thread_counts().synchronizations;
+  HEADRACE_OUTSIDE("synchronize_device");
+  WaitScope waiting;
   return do_synchronize();
 }
 
-Result<bool> Device::query(StreamHandle stream) { return do_query(normal(stream)); }
+Result<bool> Device::query(StreamHandle stream) {
+  HEADRACE_OUTSIDE("query_stream");
+  return do_query(normal(stream));
+}
 
 Status Device::call(StreamHandle stream, HostFunction function, std::vector<Access> accesses) {
+  HEADRACE_OUTSIDE("call");
+  if (!function)
+    return refusal(ErrorCode::kInput, name_, "call", "a function to run", "an empty one", "give it one");
   return do_call(normal(stream), std::move(function), std::move(accesses));
 }
 
-Result<EventRef> Device::create_event(bool timing) { return do_create_event(timing); }
-Status Device::record(Event& event, StreamHandle stream) { return do_record(event, normal(stream)); }
-Status Device::wait(StreamHandle stream, Event& event) { return do_wait(normal(stream), event); }
+Result<EventRef> Device::create_event(bool timing) {
+  HEADRACE_OUTSIDE("create_event");
+  return do_create_event(timing);
+}
+
+Status Device::record(Event& event, StreamHandle stream) {
+  HEADRACE_OURS("record", "an event", event);
+  return do_record(event, normal(stream));
+}
+
+Status Device::wait(StreamHandle stream, Event& event) {
+  HEADRACE_OURS("wait", "an event", event);
+  return do_wait(normal(stream), event);
+}
 
 Status Device::synchronize(Event& event) {
-  ++thread_counts().synchronizations;
+  HEADRACE_OURS("synchronize_event", "an event", event);
+  WaitScope waiting;
   return do_synchronize(event);
 }
 
-Result<bool> Device::query(Event& event) { return do_query(event); }
-Result<double> Device::elapsed_ms(Event& from, Event& to) { return do_elapsed_ms(from, to); }
+Result<bool> Device::query(Event& event) {
+  HEADRACE_OURS("query_event", "an event", event);
+  return do_query(event);
+}
+
+Result<double> Device::elapsed_ms(Event& from, Event& to) {
+  HEADRACE_OURS("elapsed_ms", "an event", from);
+  HEADRACE_OURS("elapsed_ms", "an event", to);
+  return do_elapsed_ms(from, to);
+}
+
 Status Device::begin_capture(StreamHandle stream, CaptureMode mode) {
+  HEADRACE_OUTSIDE("begin_capture");
   return do_begin_capture(normal(stream), mode);
 }
-Result<GraphRef> Device::end_capture(StreamHandle stream) { return do_end_capture(normal(stream)); }
+
+Result<GraphRef> Device::end_capture(StreamHandle stream) {
+  HEADRACE_OUTSIDE("end_capture");
+  return do_end_capture(normal(stream));
+}
+
 Result<CaptureStatus> Device::capture_status(StreamHandle stream) {
+  HEADRACE_OUTSIDE("capture_status");
   return do_capture_status(normal(stream));
 }
+
 CaptureMode Device::exchange_capture_mode(CaptureMode mode) { return do_exchange_capture_mode(mode); }
-Result<GraphExecRef> Device::instantiate(Graph& graph) { return do_instantiate(graph); }
-Status Device::upload(GraphExec& exec, StreamHandle stream) { return do_upload(exec, normal(stream)); }
-Status Device::launch(GraphExec& exec, StreamHandle stream) { return do_launch(exec, normal(stream)); }
+
+Result<GraphExecRef> Device::instantiate(Graph& graph) {
+  HEADRACE_OURS("instantiate", "a graph", graph);
+  return do_instantiate(graph);
+}
+
+Status Device::upload(GraphExec& exec, StreamHandle stream) {
+  HEADRACE_OURS("upload", "an executable graph", exec);
+  return do_upload(exec, normal(stream));
+}
+
+Status Device::launch(GraphExec& exec, StreamHandle stream) {
+  HEADRACE_OURS("launch", "an executable graph", exec);
+  return do_launch(exec, normal(stream));
+}
+
 SmLimits Device::sm_limits() const { return do_sm_limits(); }
-Result<std::vector<PartitionRef>> Device::split(std::span<const int> sms) { return do_split(sms); }
+
+Result<std::vector<PartitionRef>> Device::split(std::span<const int> sms) {
+  HEADRACE_OUTSIDE("split");
+  for (int sm_count : sms) {
+    if (sm_count < 1)
+      return refusal(ErrorCode::kInput, name_, "split", "sizes of at least 1 SM", std::to_string(sm_count),
+                     "ask for at least 1");
+  }
+  if (sms.empty())
+    return refusal(ErrorCode::kInput, name_, "split", "at least one size", "none", "name the sizes");
+  return do_split(sms);
+}
 
 }  // namespace headrace

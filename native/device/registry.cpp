@@ -13,12 +13,17 @@ namespace {
 
 struct Range {
   uintptr_t end;
-  Device* device;
+  Device* device;  // null: the allocation has ended
+  int32_t device_id;
 };
+
+using Ranges = std::map<uintptr_t, Range>;
 
 struct Registry {
   std::shared_mutex mutex;
-  std::map<uintptr_t, Range> ranges;
+  Ranges live;
+  Ranges ended;
+  std::map<int32_t, std::string> names;
 };
 
 // Never destroyed: buffers may be freed while the process ends.
@@ -27,32 +32,82 @@ Registry& registry() {
   return *r;
 }
 
+uintptr_t end_of(void* data, size_t nbytes) {
+  return reinterpret_cast<uintptr_t>(data) + (nbytes ? nbytes : 1);
+}
+
+const Ranges::value_type* find(const Ranges& ranges, const void* address) {
+  auto at = reinterpret_cast<uintptr_t>(address);
+  auto next = ranges.upper_bound(at);
+  if (next == ranges.begin()) return nullptr;
+  auto range = std::prev(next);
+  return at < range->second.end ? &*range : nullptr;
+}
+
 }  // namespace
 
 void remember_allocation(void* data, size_t nbytes, Device* device) {
-  auto at = reinterpret_cast<uintptr_t>(data);
   std::unique_lock lock(registry().mutex);
-  registry().ranges[at] = {at + (nbytes ? nbytes : 1), device};
+  registry().live[reinterpret_cast<uintptr_t>(data)] = {end_of(data, nbytes), device, device->id()};
 }
 
-void forget_allocation(void* data) {
+std::optional<size_t> forget_allocation(void* data, Device* device) {
   std::unique_lock lock(registry().mutex);
-  registry().ranges.erase(reinterpret_cast<uintptr_t>(data));
+  auto range = registry().live.find(reinterpret_cast<uintptr_t>(data));
+  if (range == registry().live.end() || range->second.device != device) return std::nullopt;
+  size_t nbytes = range->second.end - range->first;
+  registry().live.erase(range);
+  return nbytes;
 }
 
 void forget_device(Device* device) {
   std::unique_lock lock(registry().mutex);
-  std::erase_if(registry().ranges, [&](const auto& item) { return item.second.device == device; });
+  std::erase_if(registry().live, [&](const auto& item) { return item.second.device == device; });
 }
 
 DeviceRef device_of(const void* address) {
-  auto at = reinterpret_cast<uintptr_t>(address);
   std::shared_lock lock(registry().mutex);
-  auto next = registry().ranges.upper_bound(at);
-  if (next == registry().ranges.begin()) return nullptr;
-  const Range& range = std::prev(next)->second;
+  const auto* range = find(registry().live, address);
   // A device whose last owner is going cannot be handed out any more.
-  return at < range.end ? range.device->weak_from_this().lock() : nullptr;
+  return range ? range->second.device->weak_from_this().lock() : nullptr;
+}
+
+std::optional<Owner> owner_of(const void* address) {
+  std::shared_lock lock(registry().mutex);
+  const auto* range = find(registry().live, address);
+  bool ended = range == nullptr;
+  if (ended) range = find(registry().ended, address);
+  if (!range) return std::nullopt;
+  int32_t id = range->second.device_id;
+  auto name = registry().names.find(id);
+  return Owner{id, name == registry().names.end() ? "" : name->second, reinterpret_cast<void*>(range->first),
+               range->second.end - range->first, ended};
+}
+
+void remember_ended(void* data, size_t nbytes, int32_t device_id) {
+  std::unique_lock lock(registry().mutex);
+  registry().ended[reinterpret_cast<uintptr_t>(data)] = {end_of(data, nbytes), nullptr, device_id};
+}
+
+void forget_ended(void* data) {
+  std::unique_lock lock(registry().mutex);
+  registry().ended.erase(reinterpret_cast<uintptr_t>(data));
+}
+
+void remember_device_name(int32_t id, const std::string& name) {
+  std::unique_lock lock(registry().mutex);
+  registry().names[id] = name;
+}
+
+bool known_device(int32_t id) {
+  std::shared_lock lock(registry().mutex);
+  return registry().names.count(id) != 0;
+}
+
+std::string device_name_of(int32_t id) {
+  std::shared_lock lock(registry().mutex);
+  auto name = registry().names.find(id);
+  return name == registry().names.end() ? "device " + std::to_string(id) : name->second;
 }
 
 }  // namespace headrace

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "program/allocator.h"
 #include "program/guards.h"
 #include "program/log.h"
 
@@ -30,21 +31,50 @@ namespace pool = executorch::extension::threadpool;
 
 namespace {
 std::mutex threads_mutex;
+int live_programs = 0;
+}  // namespace
+
+namespace {
+
+// What is ours to register must not be there yet: programs would meet a CUDA delegate or memory that knows
+// nothing of the caller's stream.
+Status check_registries() {
+  std::string taken;
+  if (et::get_backend_class("CudaBackend") != nullptr) taken = "a delegate 'CudaBackend'";
+  if (et::get_device_allocator(executorch::runtime::etensor::DeviceType::CUDA) != nullptr) {
+    taken += (taken.empty() ? "" : " and ") + std::string("an allocator for CUDA memory");
+  }
+  if (taken.empty()) return {};
+  return Status(ErrorCode::kEngine,
+                "expected an ExecuTorch without CUDA parts of its own, got " + taken +
+                    ", registered before headrace; import headrace first, or do without the library that "
+                    "registers it");
 }
 
-std::atomic<int>& live_programs() {
-  static std::atomic<int> count{0};
-  return count;
+}  // namespace
+
+void program_begins() {
+  std::lock_guard lock(threads_mutex);
+  ++live_programs;
+}
+
+void program_ends() {
+  std::lock_guard lock(threads_mutex);
+  --live_programs;
 }
 
 Status initialize() {
   static std::once_flag once;
+  static Status status;
   std::call_once(once, [] {
+    status = check_registries();
+    if (!status.ok()) return;
     et::runtime_init();
     collect_engine_log();
     guard_kernels();
+    status = register_allocator();
   });
-  return {};
+  return status;
 }
 
 int num_threads() {
@@ -59,9 +89,9 @@ Status set_num_threads(int count) {
                   "num_threads: expected a count between 1 and 1024, got " + std::to_string(count));
   }
   std::lock_guard lock(threads_mutex);
-  if (int alive = live_programs().load(); alive != 0) {
+  if (live_programs != 0) {
     return Status(ErrorCode::kOption, "num_threads: expected no loaded program, got " +
-                                          std::to_string(alive) +
+                                          std::to_string(live_programs) +
                                           "; set it before the first load, or close them first");
   }
   pool::ThreadPool* threads = pool::get_threadpool();
@@ -111,21 +141,48 @@ Status check_delegate(const std::string& id, const std::string& where) {
   return status;
 }
 
+namespace {
+struct DataDelegates {
+  std::mutex mutex;
+  // XNNPACK's payload is a graph of known operators.
+  std::unordered_set<std::string> names{"XnnpackBackend"};
+};
+DataDelegates& data_delegates() {
+  static DataDelegates d;
+  return d;
+}
+}  // namespace
+
 bool payload_is_code(const std::string& id) {
-  // XNNPACK's payload is a graph of known operators; delegates written in Python say so themselves.
-  return id != "XnnpackBackend";
+  std::lock_guard lock(data_delegates().mutex);
+  return data_delegates().names.count(id) == 0;
+}
+
+void set_payload_is_code(const std::string& id, bool code) {
+  std::lock_guard lock(data_delegates().mutex);
+  if (code) {
+    data_delegates().names.erase(id);
+  } else {
+    data_delegates().names.insert(id);
+  }
 }
 
 namespace {
 
-// The number behind `word` in the last log line that has it, or -1.
-int number_after(const std::vector<std::string>& log, const std::string& word) {
+// The instruction that the last log line with one names, or -1. The engine writes "instruction 3: 0x…" for
+// a delegate and "instruction 0:3 in operator …", chain and instruction, for a kernel.
+int instruction_in(const std::vector<std::string>& log) {
+  const std::string word = "instruction ";
   for (size_t i = log.size(); i-- > 0;) {
     size_t at = log[i].find(word);
     if (at == std::string::npos) continue;
     const char* digits = log[i].c_str() + at + word.size();
     char* end = nullptr;
     long value = std::strtol(digits, &end, 10);
+    if (end != digits && end[0] == ':' && end[1] >= '0' && end[1] <= '9') {
+      digits = end + 1;
+      value = std::strtol(digits, &end, 10);
+    }
     if (end != digits && value >= 0 && value <= INT32_MAX) return static_cast<int>(value);
   }
   return -1;
@@ -153,7 +210,7 @@ ErrorCode code_of(et::Error error) {
 Status engine_status(et::Error error, const std::string& doing, const MethodPlan& method,
                      std::vector<std::string> log) {
   std::string what;
-  int island = number_after(log, "instruction ");
+  int island = instruction_in(log);
   std::string delegate;
   if (island >= 0 && !method.chains.empty() && static_cast<size_t>(island) < method.chains[0].size()) {
     const Instruction& in = method.chains[0][static_cast<size_t>(island)];

@@ -3,7 +3,6 @@
 
 #include <executorch/runtime/core/error.h>
 
-#include <atomic>
 #include <string>
 #include <vector>
 
@@ -12,14 +11,17 @@
 
 namespace headrace {
 
-// Programs alive in this process; the thread pool must not change under them.
-std::atomic<int>& live_programs();
+// Brackets a program's life: the thread pool must not change under it. The first waits for a change that is
+// under way.
+void program_begins();
+void program_ends();
 
 bool kernel_registered(const std::string& name);
 // kDelegateUnavailable: not registered, or registered and unavailable on this machine.
 Status check_delegate(const std::string& id, const std::string& where);
 // Whether a delegate's payload is machine code that loading runs.
 bool payload_is_code(const std::string& id);
+HEADRACE_API void set_payload_is_code(const std::string& id, bool code);
 
 // The Status of a failed engine call in `method`: the code by who must act, the log as it came, and the
 // instruction and delegate that the log names.

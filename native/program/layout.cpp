@@ -1,6 +1,7 @@
 #include "program/layout.h"
 
 #include <cstring>
+#include <utility>
 
 namespace headrace {
 
@@ -20,6 +21,27 @@ bool is_dense(const TensorView& view, const int32_t* strides) {
     fits &= view.sizes[d] == 1 || view.strides_bytes[d] == strides[d] * width;
   }
   return fits;
+}
+
+namespace {
+
+// [first, last) byte of a view that is not empty.
+std::pair<uintptr_t, uintptr_t> extent(const TensorView& view) {
+  auto first = reinterpret_cast<uintptr_t>(view.data), last = first + itemsize(view.dtype);
+  for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d) {
+    int64_t reach = (view.sizes[d] - 1) * view.strides_bytes[d];
+    (reach < 0 ? first : last) += static_cast<uintptr_t>(reach);
+  }
+  return {first, last};
+}
+
+}  // namespace
+
+bool overlaps(const TensorView& a, const TensorView& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  auto [a_first, a_last] = extent(a);
+  auto [b_first, b_last] = extent(b);
+  return a_first < b_last && b_first < a_last;
 }
 
 namespace {

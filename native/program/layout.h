@@ -14,6 +14,9 @@ void dense_strides(int ndim, const int32_t* sizes, const uint8_t* dim_order, int
 // tensors fit any strides.
 bool is_dense(const TensorView& view, const int32_t* strides);
 
+// Whether the two may share a byte: their extents in memory meet.
+bool overlaps(const TensorView& a, const TensorView& b);
+
 // Copies `view`, of any strides (negative and zero included), to dense memory in `dim_order`.
 void repack(const TensorView& view, const uint8_t* dim_order, void* to);
 

@@ -17,10 +17,11 @@
 #include <vector>
 
 #include "headrace/program.h"
+#include "program/allocator.h"
 #include "program/data_map.h"
+#include "program/islands.h"
 #include "program/pages.h"
 #include "program/plan.h"
-#include "program/ring.h"
 
 namespace headrace {
 
@@ -39,45 +40,88 @@ class ProgramCore {
   std::unique_ptr<executorch::runtime::DataLoader> loader;
   std::optional<executorch::runtime::Program> program;
   std::map<std::string, std::map<std::string, OptionValue>> options;
+  DeviceRef device;  // never null
   int64_t max_steps = 0;
 };
 
-// One copy of a method's memory and of its delegates' state.
+// Where a call runs, settled once and used for every copy, launch, wait and event of it.
+struct Settled {
+  StreamHandle stream = kPerThreadStream;
+  bool chosen = false;  // by the caller, by argument or selection: only then may the call return early
+};
+
+// What the calls of one method share beside its instances.
+struct Shared {
+  explicit Shared(const DeviceRef& device) : host(std::make_shared<Ring>(nullptr)) {
+    if (device->backend() == Backend::kCpu) return;
+    on_device = std::make_shared<Ring>(device);
+    planned = std::make_shared<Ring>(device);
+  }
+  std::shared_ptr<Ring> host, on_device;  // outputs and staging
+  std::shared_ptr<Ring> planned;          // planned buffers on the device
+  EventPool events;
+};
+
+// One copy of a method's memory and of its delegates' state. One call at a time.
 class Instance {
  public:
-  static Result<std::unique_ptr<Instance>> load(const ProgramCore& core, const MethodPlan& plan);
+  static Result<std::unique_ptr<Instance>> load(const ProgramCore& core, const MethodPlan& plan,
+                                                Shared& shared);
+  // Waits for the last call's work.
   ~Instance();
 
-  Status run(std::span<const Value> inputs, std::span<const Value> out, Ring& ring,
+  Status run(std::span<const Value> inputs, std::span<const Value> out, const Settled& settled, bool strict,
              std::vector<Value>& outputs, CallStats& stats);
   const std::vector<BufferPlan>& buffers() const { return plan_.buffers; }
 
  private:
   struct TensorSlot;  // the engine's view on one input of one call
-  Instance(const ProgramCore& core, const MethodPlan& plan);
-  Status open();
-  Status reopen();
+  struct Call;        // what one call gathers
+  Instance(const ProgramCore& core, const MethodPlan& plan, Shared& shared);
   Status allocate();
-  Status bind_input(size_t i, const Value& value, CallStats& stats);
-  Status bind_output(size_t i, const Value* given, Ring& ring, Value& out);
-  Status collect_output(size_t i, const Value* given, Ring& ring, Value& out);
+  Status load_method();
+  Status mend();
+  Status bind_input(size_t i, const Value& value, Call& call);
+  Status bind_tensor(size_t i, const Value& value, Call& call);
+  Status stage_in(size_t i, const TensorView& view, Call& call, void*& data);
+  Status stage_out(size_t i, const Value& value, Call& call, void*& data);
+  Status dense_on_host(size_t i, const TensorView& view, Call& call, void*& data);
+  Status bind_output(size_t i, const Value* given, Call& call, Value& out);
+  Status collect_output(size_t i, const Value* given, Call& call, Value& out);
   Status execute();
+  Status begin(Call& call);
+  Status finish(Call& call);
+  // Whether the value lies on a device whose memory the host cannot touch.
+  bool apart(const TensorPlan& t) const;
+  void* planned_address(const TensorPlan& t) const;
+  bool read_later(int32_t value) const;
 
   const ProgramCore& core_;
   const MethodPlan& plan_;
+  DeviceRef device_;
+  Shared& shared_;
+  bool uses_device_;
   struct Free {
     void operator()(uint8_t* p) const { std::free(p); }
   };
   std::vector<Pages> arenas_;
+  std::vector<BlockRef> device_arenas_;
   std::vector<executorch::runtime::Span<uint8_t>> spans_;
+  std::vector<executorch::runtime::etensor::Device> span_devices_;
   executorch::extension::MallocMemoryAllocator method_allocator_, temp_allocator_;
   std::optional<executorch::runtime::HierarchicalAllocator> planned_;
   std::optional<executorch::runtime::MemoryManager> memory_;
   std::optional<executorch::runtime::Method> method_;
   std::vector<std::unique_ptr<TensorSlot>> slots_;
   std::vector<char>
-      output_is_caller_memory_;  // unplanned outputs, bound to a block or to `out` for each call
-  bool broken_ = false;          // reopen() before the next call
+      output_is_caller_memory_;         // unplanned outputs, bound to a block or to `out` for each call
+  std::vector<char> output_is_final_;   // no instruction reads the output after the one that makes it
+  std::vector<char> input_is_written_;  // by the program itself: never the caller's memory
+  bool torn_ = false;                   // a call ended in the middle of a loop, whose counters are now anything
+
+  EventRef last_;            // behind the work of the last call, where it may still run
+  bool host_reads_ = false;  // that work reads planned host memory
+  std::vector<std::pair<EventRef, std::shared_ptr<void>>> kept_;  // foreign memory that work in flight reads
 };
 
 class MethodPool {
@@ -88,7 +132,8 @@ class MethodPool {
   const std::vector<ValueInfo>& inputs() const { return inputs_; }
   const std::vector<ValueInfo>& outputs() const { return outputs_; }
   const std::vector<IslandInfo>& islands() const { return islands_; }
-  CallStats stats() const;
+  const DeviceRef& device() const { return device_; }
+  int64_t stats(CallStats* last, CallStats* total) const;
   void memory(std::vector<MemoryUse>& out) const;
 
   Status run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
@@ -100,13 +145,16 @@ class MethodPool {
   MethodPool(std::shared_ptr<ProgramCore> core, const MethodPlan& plan);
   Result<size_t> acquire();
   void release(size_t instance, const CallStats& stats);
+  Result<Settled> settle(const CallOptions& options) const;
   Status check_inputs(std::span<const Value> inputs) const;
   Status check_out(std::span<const Value> out) const;
 
   std::string name_;
   std::vector<ValueInfo> inputs_, outputs_;
   std::vector<IslandInfo> islands_;
-  std::shared_ptr<Ring> ring_ = std::make_shared<Ring>();
+  DeviceRef device_;
+  bool uses_device_;
+  Shared shared_;
 
   std::shared_ptr<ProgramCore> core_;  // before the instances, which point into it; null once closed
   mutable std::mutex mutex_;
@@ -115,7 +163,8 @@ class MethodPool {
   std::vector<size_t> idle_;
   std::vector<std::thread::id> busy_;  // by instance; a default id when idle
   bool closed_ = false;
-  CallStats stats_;
+  int64_t calls_ = 0;
+  CallStats last_, total_;
 };
 
 }  // namespace headrace

@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "program/engine.h"
+#include "program/exit.h"
 #include "program/log.h"
 #include "program/method.h"
 #include "program/xnnpack.h"
@@ -15,8 +16,8 @@ namespace headrace {
 
 namespace et = executorch::runtime;
 
-ProgramCore::ProgramCore() { ++live_programs(); }
-ProgramCore::~ProgramCore() { --live_programs(); }
+ProgramCore::ProgramCore() { program_begins(); }
+ProgramCore::~ProgramCore() { program_ends(); }
 
 namespace {
 
@@ -56,6 +57,25 @@ Status check_external_data(const ProgramCore& core) {
   if (!mismatched.empty()) {
     return Status(ErrorCode::kProgram, name + ": the data files are of another program: " + mismatched);
   }
+  return {};
+}
+
+// Gives the program its device, and refuses what no device can do.
+Status check_device(ProgramCore& core) {
+  const std::string& name = core.file->name();
+  bool wanted = false;
+  for (const MethodPlan& method : core.plan.methods) {
+    if (!uses_device(method)) continue;
+    wanted = true;
+    if (Status status = check_placement(method, name + ", method '" + method.name + "'"); !status.ok())
+      return status;
+  }
+  if (core.device == nullptr && wanted) {
+    return Status(ErrorCode::kDevice, name +
+                                          ": expected a device for its device memory, got none; load it with "
+                                          "device=, such as 'cuda:0' or 'sim'");
+  }
+  if (core.device == nullptr) core.device = cpu_device();
   return {};
 }
 
@@ -145,6 +165,7 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
     return Status(ErrorCode::kOption,
                   "instances: expected a count between 1 and 1024, got " + std::to_string(options.instances));
   }
+  arm_exit_gate();
   if (options.max_steps < 1) {
     return Status(ErrorCode::kOption,
                   "max_steps: expected a count of at least 1, got " + std::to_string(options.max_steps));
@@ -153,6 +174,7 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
   core->file = std::move(file);
   core->data = options.data;
   core->options = options.options;
+  core->device = options.device;
   core->max_steps = options.max_steps;
 
   core->loader =
@@ -177,6 +199,7 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
     if (!entries.ok()) return entries.status();
     if (Status status = core->data_map.add(data->name(), std::move(*entries)); !status.ok()) return status;
   }
+  if (Status status = check_device(*core); !status.ok()) return status;
   if (Status status = check_external_data(*core); !status.ok()) return status;
   if (Status status = check_payloads(*core); !status.ok()) return status;
   if (Status status = check_delegates_and_kernels(*core, options); !status.ok()) return status;
@@ -193,6 +216,11 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
 
 Program::~Program() = default;
 
+std::shared_ptr<ProgramCore> Program::core() const {
+  std::lock_guard lock(mutex_);
+  return core_;
+}
+
 std::vector<std::string> Program::method_names() const {
   std::vector<std::string> names;
   for (const auto& pool : pools_) names.push_back(pool->name());
@@ -208,9 +236,10 @@ std::shared_ptr<Method> Program::method(const std::string& name) const {
 
 std::vector<MemoryUse> Program::memory() const {
   std::vector<MemoryUse> out;
-  if (core_ == nullptr) return out;
-  out.push_back({"program", "", -1, {}, core_->file->size()});
-  for (const auto& data : core_->data) out.push_back({"data", "", -1, {}, data->size()});
+  std::shared_ptr<ProgramCore> core = this->core();
+  if (core == nullptr) return out;
+  out.push_back({"program", "", -1, {}, core->file->size()});
+  for (const auto& data : core->data) out.push_back({"data", "", -1, {}, data->size()});
   for (const auto& pool : pools_) pool->memory(out);
   return out;
 }
@@ -219,7 +248,9 @@ Status Program::close() {
   for (const auto& pool : pools_) {
     if (Status status = pool->close(); !status.ok()) return status;
   }
-  core_.reset();
+  std::shared_ptr<ProgramCore> core;
+  std::lock_guard lock(mutex_);
+  core.swap(core_);
   return {};
 }
 

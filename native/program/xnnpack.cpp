@@ -165,7 +165,7 @@ class Graph {
   }
 
   // The bytes of constant number `index`.
-  std::string_view constant(uint32_t index) const {
+  std::optional<std::string_view> constant(uint32_t index) const {
     if (!has_constants_) {
       if (index >= constant_buffer_.size())
         fail("constant: expected an index below %zu, got %u", constant_buffer_.size(), index);
@@ -182,9 +182,9 @@ class Graph {
     if (!key.empty()) {
       if (auto bytes = find_(key)) return *bytes;
       fail(
-          "constant %u: expected data under the key %s, got no file that has it; pass the .ptd files that "
-          "were "
-          "exported with the program as data=",
+          "constant %u: expected data that a file holds, got none; the data files lack the keys %s, pass the "
+          ".ptd "
+          "files that were exported with the program as data=",
           index, quoted(key).c_str());
     }
     if (offset > constants_.size() || size > constants_.size() - offset) {
@@ -252,17 +252,18 @@ class Graph {
   }
 
   void check_constant(const Tensor& t, uint32_t buffer, size_t index) const {
-    std::string_view bytes = constant(buffer);
+    auto bytes = constant(buffer);
+    if (!bytes) return;
     uint64_t rows = t.dims.empty() ? 1 : t.numel() / std::max(t.last(), 1u);
     // Elements of 4 bits fill whole bytes in each row.
     uint64_t needed = bits_of(t.type) == 4 ? rows * ((t.last() + 1) / 2)
                                            : t.numel() * static_cast<uint64_t>(bits_of(t.type)) / 8;
-    if (needed > bytes.size()) {
+    if (needed > bytes->size()) {
       fail("value %zu: expected %llu bytes for its shape, got a constant of %zu", index,
-           static_cast<unsigned long long>(needed), bytes.size());
+           static_cast<unsigned long long>(needed), bytes->size());
     }
     auto width = static_cast<uintptr_t>(std::max(bits_of(t.type) / 8, 1));
-    if (reinterpret_cast<uintptr_t>(bytes.data()) % width != 0) {
+    if (reinterpret_cast<uintptr_t>(bytes->data()) % width != 0) {
       fail("value %zu: expected a constant at a multiple of %zu bytes, got one between", index,
            static_cast<size_t>(width));
     }
@@ -301,8 +302,10 @@ class Graph {
     if (groups) have = std::max<uint64_t>(have, quant.vector(3, 2).size());
     check_buffer();
     if (buffer != 0) {
+      auto bytes = constant(buffer);
       auto count = quant.scalar<uint32_t>(groups ? 5 : 3);
-      have = std::min<uint64_t>(count, constant(buffer).size() / (groups ? 2 : 4));
+      if (!bytes) return;
+      have = std::min<uint64_t>(count, bytes->size() / (groups ? 2 : 4));
     }
     if (have < needed) {
       fail("value %zu: expected %llu scales, got %llu", index, static_cast<unsigned long long>(needed),

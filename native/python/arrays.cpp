@@ -5,8 +5,9 @@
 #include <numpy/arrayobject.h>
 
 #include <cstring>
+#include <utility>
 
-#include "program/ring.h"
+#include "python/objects.h"
 
 namespace headrace {
 
@@ -14,9 +15,6 @@ void import_numpy() {
   if (_import_array() < 0) nb::raise_python_error();
 }
 
-namespace {
-
-// -1 where NumPy has no such dtype.
 int numpy_type(DType dtype) {
   switch (dtype) {
     case DType::kUInt8:
@@ -48,6 +46,8 @@ int numpy_type(DType dtype) {
   }
   return -1;
 }
+
+namespace {
 
 bool from_numpy_type(int type, DType& dtype) {
   switch (type) {
@@ -97,6 +97,19 @@ bool from_numpy_type(int type, DType& dtype) {
 [[noreturn]] void bad_input(const std::string& method, const char* role, size_t index,
                             const std::string& what) {
   raise(Status(ErrorCode::kInput, method + ", " + role + " " + std::to_string(index) + ": " + what));
+}
+
+// The InputError for an argument whose own protocol raised `e`.
+[[noreturn]] void refused(nb::python_error& e, const std::string& expected, const std::string& method,
+                          const char* role, size_t index) {
+  std::string what = "expected " + expected + ", got ";
+  what += nb::type_name(e.type()).c_str();
+  nb::object text = nb::steal(PyObject_Str(e.value().ptr()));
+  if (text.is_valid()) {
+    if (const char* utf8 = PyUnicode_AsUTF8(text.ptr())) what += std::string(": ") + utf8;
+  }
+  PyErr_Clear();
+  bad_input(method, role, index, what);
 }
 
 // Reads the view of a NumPy array; false, with `what` set, where it cannot be read as it is.
@@ -178,6 +191,8 @@ bool view_dlpack(const dl::Tensor& t, TensorView& view, std::string& what) {
   return true;
 }
 
+}  // namespace
+
 dl::DataType dlpack_type(DType dtype) {
   uint8_t bits = static_cast<uint8_t>(8 * itemsize(dtype));
   switch (dtype) {
@@ -199,10 +214,9 @@ dl::DataType dlpack_type(DType dtype) {
   }
 }
 
-// Owns a reference to a block for as long as a NumPy array or a DLPack tensor looks at it.
-nb::object block_owner(std::shared_ptr<Block> block) {
-  auto* held = new std::shared_ptr<Block>(std::move(block));
-  return nb::capsule(held, [](void* p) noexcept { delete static_cast<std::shared_ptr<Block>*>(p); });
+nb::object block_owner(BlockRef block) {
+  auto* held = new BlockRef(std::move(block));
+  return nb::capsule(held, [](void* p) noexcept { delete static_cast<BlockRef*>(p); });
 }
 
 nb::object numpy_view(const TensorView& view, nb::object owner) {
@@ -220,7 +234,54 @@ nb::object numpy_view(const TensorView& view, nb::object owner) {
   return out;
 }
 
-}  // namespace
+DType dtype_by_name(nb::handle dtype, const char* where) {
+  static constexpr DType kAll[] = {DType::kUInt8, DType::kInt8,     DType::kInt16,   DType::kInt32,
+                                   DType::kInt64, DType::kFloat16,  DType::kFloat32, DType::kFloat64,
+                                   DType::kBool,  DType::kBFloat16, DType::kUInt16,  DType::kUInt32,
+                                   DType::kUInt64};
+  std::string name = PyUnicode_Check(dtype.ptr()) ? nb::cast<std::string>(dtype) : std::string();
+  for (DType known : kAll) {
+    if (name == dtype_name(known)) return known;
+  }
+  // numpy.float32, numpy.dtype("f4"), ml_dtypes.bfloat16, …
+  PyArray_Descr* descr = nullptr;
+  if (PyArray_DescrConverter(dtype.ptr(), &descr) == NPY_SUCCEED && descr != nullptr) {
+    nb::object owner = nb::steal((PyObject*)descr);
+    DType out;
+    if (from_numpy_type(descr->type_num, out)) return out;
+    name = nb::cast<std::string>(nb::str(owner));
+    if (name == "bfloat16") return DType::kBFloat16;
+  }
+  PyErr_Clear();
+  raise(Status(ErrorCode::kInput,
+               std::string(where) + ": expected a dtype such as 'float32' or 'bfloat16', got " +
+                   (name.empty() ? nb::cast<std::string>(nb::repr(dtype)) : "'" + name + "'")));
+}
+
+size_t set_shape(TensorView& view, nb::handle shape, const char* where) {
+  nb::tuple dims = PyLong_Check(shape.ptr()) ? nb::make_tuple(shape) : nb::tuple(shape);
+  if (dims.size() > kMaxDims) {
+    raise(Status(ErrorCode::kInput, std::string(where) + ": expected at most 16 dimensions, got " +
+                                        std::to_string(dims.size())));
+  }
+  view.ndim = static_cast<int>(dims.size());
+  size_t nbytes = itemsize(view.dtype);
+  for (size_t d = 0; d < dims.size(); ++d) {
+    auto size = nb::cast<int64_t>(dims[d]);
+    view.sizes[d] = size;
+    if (size < 0 || size > INT32_MAX || __builtin_mul_overflow(nbytes, static_cast<size_t>(size), &nbytes)) {
+      raise(Status(ErrorCode::kInput, std::string(where) +
+                                          ": expected sizes of 0 or more that memory can hold, got " +
+                                          std::to_string(size) + " in dimension " + std::to_string(d)));
+    }
+  }
+  auto step = static_cast<int64_t>(itemsize(view.dtype));
+  for (size_t d = dims.size(); d-- > 0;) {
+    view.strides_bytes[d] = step;
+    step *= view.sizes[d];
+  }
+  return nbytes;
+}
 
 Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const std::string& method,
                const char* role, size_t index) {
@@ -236,13 +297,16 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
     value.kind = Value::Kind::kTensor;
     value.tensor = buffer->view;
     value.block = buffer->block;
+    if (buffer->device) value.device = buffer->device->device;
     return value;
   }
   if (o == Py_None) return value;
-  if (expected == Value::Kind::kTensor && PyArray_CheckScalar(o)) {
-    keep = nb::steal(PyArray_FromScalar(o, nullptr));
+  if (PyArray_IsScalar(o, Generic)) {
+    // A NumPy scalar is a 0-d array, or the Python number that a method takes there.
+    keep =
+        expected == Value::Kind::kTensor ? nb::steal(PyArray_FromScalar(o, nullptr)) : object.attr("item")();
     if (!keep.is_valid()) nb::raise_python_error();
-    return to_value(keep, expected, keep, method, role, index);
+    if (!PyArray_IsScalar(keep.ptr(), Generic)) return to_value(keep, expected, keep, method, role, index);
   }
   if (PyBool_Check(o)) {
     value.kind = Value::Kind::kBool;
@@ -264,32 +328,69 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
     return value;
   }
   if (PyUnicode_Check(o)) {
+    Py_ssize_t size = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(o, &size);
+    if (text == nullptr) {
+      PyErr_Clear();
+      bad_input(method, role, index, "expected text, got a str with lone surrogates");
+    }
     value.kind = Value::Kind::kString;
-    value.string_value = nb::cast<std::string>(object);
+    value.string_value.assign(text, static_cast<size_t>(size));
     return value;
   }
   if (nb::hasattr(object, "__dlpack__")) {
     try {
       keep = object.attr("__dlpack__")();
     } catch (nb::python_error& e) {
-      bad_input(method, role, index,
-                std::string("expected an array that gives itself by DLPack, got ") + e.what());
+      refused(e, "an array that gives itself by DLPack", method, role, index);
+    }
+    if (!PyCapsule_IsValid(keep.ptr(), "dltensor")) {
+      bad_input(
+          method, role, index,
+          "expected a capsule 'dltensor' from __dlpack__, got " + std::string(Py_TYPE(keep.ptr())->tp_name));
     }
     // The capsule stays as it is: whoever made it frees the tensor when the capsule goes.
     auto* managed = static_cast<dl::ManagedTensor*>(PyCapsule_GetPointer(keep.ptr(), "dltensor"));
-    if (managed == nullptr) nb::raise_python_error();
     value.kind = Value::Kind::kTensor;
     if (!view_dlpack(managed->tensor, value.tensor, what)) bad_input(method, role, index, what);
     return value;
   }
   if (nb::hasattr(object, "__array_interface__")) {
     keep = nb::steal(PyArray_FROM_O(o));
-    if (!keep.is_valid()) nb::raise_python_error();
+    if (!keep.is_valid()) {
+      nb::python_error e;
+      refused(e, "an array that gives itself by the array interface", method, role, index);
+    }
     return to_value(keep, expected, keep, method, role, index);
   }
   bad_input(method, role, index,
             "expected an array (NumPy, DLPack or the array interface) or a number, got " +
                 std::string(Py_TYPE(o)->tp_name) + "; convert it with numpy.asarray");
+}
+
+Value to_out(nb::handle object, nb::object& keep, const std::string& method, size_t index) {
+  Value value = to_value(object, Value::Kind::kTensor, keep, method, "out", index);
+  if (value.kind != Value::Kind::kTensor) return value;
+  PyObject* array = PyArray_Check(object.ptr()) ? object.ptr() : keep.ptr();
+  if (PyArray_IsScalar(object.ptr(), Generic) ||
+      (array != nullptr && PyArray_Check(array) && !PyArray_ISWRITEABLE((PyArrayObject*)array))) {
+    bad_input(method, "out", index, "expected an array that can be written, got a read-only one");
+  }
+  for (size_t d = 0; d < static_cast<size_t>(value.tensor.ndim); ++d) {
+    if (value.tensor.sizes[d] > 1 && value.tensor.strides_bytes[d] == 0) {
+      bad_input(method, "out", index,
+                "expected memory of its own for every element, got a stride of 0 in dimension " +
+                    std::to_string(d));
+    }
+  }
+  return value;
+}
+
+nb::object text_of(const std::string& bytes) {
+  PyObject* text =
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "backslashreplace");
+  if (text == nullptr) nb::raise_python_error();
+  return nb::steal(text);
 }
 
 nb::object from_value(Value& value) {
@@ -303,12 +404,29 @@ nb::object from_value(Value& value) {
     case Value::Kind::kBool:
       return nb::bool_(value.bool_value);
     case Value::Kind::kString:
-      return nb::str(value.string_value.c_str(), value.string_value.size());
+      return text_of(value.string_value);
     case Value::Kind::kTensor:
       break;
   }
-  if (numpy_type(value.tensor.dtype) < 0) return nb::cast(Buffer{value.tensor, std::move(value.block)});
+  if (value.device != nullptr || numpy_type(value.tensor.dtype) < 0) {
+    return nb::cast(
+        Buffer{value.tensor, std::move(value.block), value.device ? device_object(value.device) : nullptr});
+  }
   return numpy_view(value.tensor, block_owner(std::move(value.block)));
+}
+
+namespace {
+
+// Not a nanobind object: a thread may end after the interpreter.
+thread_local PyObject* parked = nullptr;
+
+nb::object take_parked() { return nb::steal(std::exchange(parked, nullptr)); }
+
+}  // namespace
+
+void park_exception(nb::python_error& error) {
+  PyObject* value = error.value().inc_ref().ptr();
+  Py_XDECREF(std::exchange(parked, value));
 }
 
 void raise(const Status& status) {
@@ -317,15 +435,11 @@ void raise(const Status& status) {
                                            "DelegateUnavailable", "DeviceError",  "OutOfDeviceMemory",
                                            "CaptureError",        "EngineError"};
   nb::object cls = nb::module_::import_("headrace.errors").attr(kNames[static_cast<size_t>(status.code())]);
-  // Messages quote paths and files, which need not be UTF-8.
-  auto decoded = [](const std::string& s) {
-    return nb::steal(PyUnicode_DecodeUTF8(s.data(), static_cast<Py_ssize_t>(s.size()), "replace"));
-  };
   nb::list log;
-  for (const std::string& line : status.log) log.append(decoded(line));
+  for (const std::string& line : status.log) log.append(text_of(line));
   nb::dict kwargs;
   kwargs["log"] = log;
-  auto text = [&](const std::string& s) { return s.empty() ? nb::object(nb::none()) : decoded(s); };
+  auto text = [](const std::string& s) { return s.empty() ? nb::object(nb::none()) : text_of(s); };
   if (status.code() == ErrorCode::kDelegate || status.code() == ErrorCode::kDelegateUnavailable) {
     kwargs["delegate"] = text(status.delegate);
     kwargs["method"] = text(status.method);
@@ -334,121 +448,17 @@ void raise(const Status& status) {
   if (status.code() == ErrorCode::kDevice || status.code() == ErrorCode::kOutOfDeviceMemory) {
     kwargs["device"] = text(status.device);
   }
-  nb::object error = cls(decoded(status.message()), **kwargs);
+  nb::object error = cls(text_of(status.message()), **kwargs);
+  if (nb::object cause = take_parked(); cause.is_valid()) {
+    if (!PyObject_IsInstance(cause.ptr(), PyExc_Exception)) {
+      // KeyboardInterrupt and SystemExit are not the delegate's to fail with.
+      PyErr_SetObject((PyObject*)Py_TYPE(cause.ptr()), cause.ptr());
+      nb::raise_python_error();
+    }
+    PyException_SetCause(error.ptr(), cause.release().ptr());
+  }
   PyErr_SetObject(cls.ptr(), error.ptr());
   nb::raise_python_error();
-}
-
-// -------------------------------------------------------------------- Buffer
-
-namespace {
-
-struct Exported {
-  dl::ManagedTensor managed;
-  std::shared_ptr<Block> block;
-  int64_t shape[kMaxDims], strides[kMaxDims];
-};
-
-nb::object to_dlpack(const Buffer& buffer) {
-  auto* out = new Exported();
-  out->block = buffer.block;
-  for (size_t d = 0; d < kMaxDims; ++d) {
-    out->shape[d] = buffer.view.sizes[d];
-    out->strides[d] = buffer.view.strides_bytes[d] / static_cast<int64_t>(itemsize(buffer.view.dtype));
-  }
-  out->managed = {{buffer.view.data,
-                   {dl::kCpu, 0},
-                   buffer.view.ndim,
-                   dlpack_type(buffer.view.dtype),
-                   out->shape,
-                   out->strides,
-                   0},
-                  out,
-                  [](dl::ManagedTensor* m) { delete static_cast<Exported*>(m->owner); }};
-  PyObject* capsule = PyCapsule_New(&out->managed, "dltensor", [](PyObject* o) {
-    // A consumer renames the capsule and frees the tensor itself.
-    if (!PyCapsule_IsValid(o, "dltensor")) return;
-    auto* managed = static_cast<dl::ManagedTensor*>(PyCapsule_GetPointer(o, "dltensor"));
-    managed->deleter(managed);
-  });
-  if (capsule == nullptr) {
-    delete out;
-    nb::raise_python_error();
-  }
-  return nb::steal(capsule);
-}
-
-nb::tuple tuple_of(const std::array<int64_t, kMaxDims>& values, int count, int64_t divisor) {
-  nb::list out;
-  for (int i = 0; i < count; ++i) out.append(values[static_cast<size_t>(i)] / divisor);
-  return nb::tuple(out);
-}
-
-nb::object buffer_numpy(const Buffer& buffer) {
-  if (numpy_type(buffer.view.dtype) < 0) {
-    raise(Status(ErrorCode::kInput,
-                 "Buffer.numpy: expected a dtype that NumPy has, got " + dtype_name(buffer.view.dtype) +
-                     "; call .float32() for a converted copy, or pass the buffer on by DLPack"));
-  }
-  return numpy_view(buffer.view, block_owner(buffer.block));
-}
-
-nb::object buffer_float32(const Buffer& buffer) {
-  if (buffer.view.dtype != DType::kBFloat16) return buffer_numpy(buffer).attr("astype")("float32");
-  TensorView bits = buffer.view;
-  bits.dtype = DType::kUInt16;
-  // bfloat16 is the upper half of a float32.
-  nb::object wide = numpy_view(bits, block_owner(buffer.block)).attr("astype")("uint32");
-  return (wide.attr("__lshift__")(16)).attr("view")("float32");
-}
-
-// Rounds to nearest, ties to even; NaN stays NaN.
-uint16_t round_bfloat16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  if (value != value) return static_cast<uint16_t>(bits >> 16 | 0x40u);
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-Buffer buffer_from_float32(nb::handle array) {
-  nb::object dense = nb::steal(PyArray_FROM_OTF(array.ptr(), NPY_FLOAT, NPY_ARRAY_CARRAY_RO));
-  if (!dense.is_valid()) nb::raise_python_error();
-  Buffer out;
-  std::string what;
-  if (!view_numpy((PyArrayObject*)dense.ptr(), out.view, what))
-    bad_input("Buffer.from_float32", "argument", 0, what);
-  const auto* from = static_cast<const float*>(out.view.data);
-  out.view.dtype = DType::kBFloat16;
-  for (int64_t& stride : out.view.strides_bytes) stride /= 2;
-  out.block = std::make_shared<Ring>()->take(out.view.nbytes());
-  if (!out.block) raise(Status(ErrorCode::kOutOfDeviceMemory, "Buffer.from_float32: no memory on cpu"));
-  out.view.data = out.block->data();
-  for (int64_t i = 0; i < out.view.numel(); ++i)
-    static_cast<uint16_t*>(out.view.data)[i] = round_bfloat16(from[i]);
-  return out;
-}
-
-}  // namespace
-
-void bind_buffer(nb::module_& m) {
-  nb::class_<Buffer>(m, "Buffer")
-      .def_prop_ro("dtype", [](const Buffer& b) { return dtype_name(b.view.dtype); })
-      .def_prop_ro("shape", [](const Buffer& b) { return tuple_of(b.view.sizes, b.view.ndim, 1); })
-      .def_prop_ro("strides",
-                   [](const Buffer& b) {
-                     return tuple_of(b.view.strides_bytes, b.view.ndim,
-                                     static_cast<int64_t>(itemsize(b.view.dtype)));
-                   })
-      .def_prop_ro("nbytes", [](const Buffer& b) { return b.view.nbytes(); })
-      .def_prop_ro("device", [](const Buffer& b) { return device_name(b.view.device); })
-      .def_static("from_float32", &buffer_from_float32, nb::arg("array"))
-      .def("numpy", &buffer_numpy)
-      .def("float32", &buffer_float32)
-      .def("__dlpack__", [](const Buffer& b, nb::kwargs) { return to_dlpack(b); })
-      .def("__dlpack_device__", [](const Buffer&) { return nb::make_tuple(static_cast<int>(dl::kCpu), 0); })
-      .def("__repr__", [](const Buffer& b) {
-        return "Buffer(" + describe(b.view) + " on " + device_name(b.view.device) + ")";
-      });
 }
 
 }  // namespace headrace

@@ -7,6 +7,7 @@
 
 #include <string>
 
+#include "headrace/block.h"
 #include "headrace/program.h"
 #include "python/dlpack.h"
 
@@ -17,10 +18,13 @@ namespace nb = nanobind;
 // Call once, from the module's init: NumPy's C API has to be imported.
 void import_numpy();
 
-// Memory with a dtype, a shape and strides, on a device. What an output is where NumPy has no such dtype.
+struct PyDevice;
+
+// Memory with a dtype, a shape and strides, on a device.
 struct Buffer {
   TensorView view;
-  std::shared_ptr<Block> block;
+  BlockRef block;                    // null where the memory is lent for a call
+  std::shared_ptr<PyDevice> device;  // null for host memory that no device knows
 };
 
 // A view on any Python argument. `keep` holds what must outlive the view. `where` opens a message.
@@ -28,15 +32,33 @@ struct Buffer {
 Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const std::string& method,
                const char* role, size_t index);
 
-// A NumPy array over the block of an output, or a Buffer where NumPy lacks the dtype; numbers as they are.
+// As to_value, for an array that the method writes to: an InputError too where it must not be written, or
+// where one element stands for several.
+Value to_out(nb::handle object, nb::object& keep, const std::string& method, size_t index);
+
+// A str of bytes that should be UTF-8, but come from a file or a path: what is not becomes "\\xff".
+nb::object text_of(const std::string& bytes);
+
+// An output: a NumPy array over its block, a Buffer for device memory and where NumPy lacks the dtype, a
+// number as it is.
 nb::object from_value(Value& value);
+
+// NumPy's type number, or -1 where it has no such dtype; and a dtype by name (InputError where there is
+// none).
+int numpy_type(DType dtype);
+DType dtype_by_name(nb::handle dtype, const char* where);
+nb::object numpy_view(const TensorView& view, nb::object owner);
+// Owns a reference to a block for as long as a NumPy array or a DLPack tensor looks at it.
+nb::object block_owner(BlockRef block);
+dl::DataType dlpack_type(DType dtype);
+// Sets sizes and dense C-order strides; returns the number of bytes. InputError: rank, negative size,
+// overflow.
+size_t set_shape(TensorView& view, nb::handle shape, const char* where);
 
 // Raises the Python exception of a Status.
 [[noreturn]] void raise(const Status& status);
 inline void check(const Status& status) {
   if (!status.ok()) raise(status);
 }
-
-void bind_buffer(nb::module_& m);
 
 }  // namespace headrace

@@ -1,10 +1,10 @@
 // The extension `headrace._core`: bindings convert and forward, nothing else.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include "headrace/program.h"
-#include "python/arrays.h"
+#include "python/gil.h"
+#include "python/objects.h"
 
 namespace headrace {
 namespace {
@@ -12,7 +12,11 @@ namespace {
 std::shared_ptr<const Bytes> bytes_of(nb::handle source, const char* what) {
   if (PyObject_CheckBuffer(source.ptr())) {
     Py_buffer view;
-    if (PyObject_GetBuffer(source.ptr(), &view, PyBUF_C_CONTIGUOUS) < 0) nb::raise_python_error();
+    if (PyObject_GetBuffer(source.ptr(), &view, PyBUF_C_CONTIGUOUS) < 0) {
+      PyErr_Clear();
+      raise(Status(ErrorCode::kProgram, std::string(what) + ": expected contiguous memory, got a buffer with "
+                                                            "gaps; pass bytes() of it"));
+    }
     auto copied = Bytes::copy(view.buf, static_cast<size_t>(view.len), what);
     PyBuffer_Release(&view);
     check(copied.status());
@@ -25,9 +29,12 @@ std::shared_ptr<const Bytes> bytes_of(nb::handle source, const char* what) {
     if (!path.is_valid()) nb::raise_python_error();
   }
   std::string text(PyBytes_AS_STRING(path.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(path.ptr())));
+  if (text.find('\0') != std::string::npos) {
+    raise(Status(ErrorCode::kProgram, text + ": expected a path, got one with a null character"));
+  }
   Result<std::shared_ptr<const Bytes>> file = Status();
   {
-    nb::gil_scoped_release release;
+    GilRelease release;
     file = Bytes::read(text);
   }
   check(file.status());
@@ -35,8 +42,9 @@ std::shared_ptr<const Bytes> bytes_of(nb::handle source, const char* what) {
 }
 
 std::shared_ptr<Program> load(nb::handle source, nb::sequence data, int instances, bool allow_native_code,
-                              int64_t max_steps, nb::dict options) {
+                              int64_t max_steps, nb::dict options, PyDeviceRef device) {
   LoadOptions load;
+  if (device) load.device = device->device;
   for (nb::handle d : data) load.data.push_back(bytes_of(d, "data file (bytes)"));
   load.instances = instances;
   load.allow_native_code = allow_native_code;
@@ -57,14 +65,14 @@ std::shared_ptr<Program> load(nb::handle source, nb::sequence data, int instance
   auto file = bytes_of(source, "program (bytes)");
   Result<std::shared_ptr<Program>> program = Status();
   {
-    nb::gil_scoped_release release;
+    GilRelease release;
     program = Program::load(std::move(file), std::move(load));
   }
   check(program.status());
   return *program;
 }
 
-nb::tuple call(Method& method, nb::tuple inputs, nb::object out, bool strict) {
+nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object out, bool strict) {
   const auto& infos = method.inputs();
   size_t count = inputs.size();
   std::vector<Value> values(count), given, outputs;
@@ -73,28 +81,46 @@ nb::tuple call(Method& method, nb::tuple inputs, nb::object out, bool strict) {
     Value::Kind expected = i < infos.size() ? infos[i].kind : Value::Kind::kTensor;
     values[i] = to_value(inputs[i], expected, keep[i], method.name(), "input", i);
   }
-  nb::object out_keep;
+  nb::object arrays;  // what `out` gave, as a tuple
   if (!out.is_none()) {
-    nb::tuple arrays(out);
-    for (size_t i = 0; i < arrays.size(); ++i) {
-      given.push_back(to_value(arrays[i], Value::Kind::kTensor, out_keep, method.name(), "out", i));
-      if (nb::hasattr(arrays[i], "flags") && !nb::cast<bool>(arrays[i].attr("flags").attr("writeable"))) {
-        raise(Status(ErrorCode::kInput, method.name() + ", out " + std::to_string(i) +
-                                            ": expected an array that can be "
-                                            "written, got a read-only one"));
-      }
+    arrays = nb::steal(PySequence_Tuple(out.ptr()));
+    if (!arrays.is_valid()) {
+      PyErr_Clear();
+      raise(Status(ErrorCode::kInput, method.name() + ", out: expected a sequence of arrays, got " +
+                                          Py_TYPE(out.ptr())->tp_name));
     }
+    size_t given_count = nb::len(arrays);
+    if (given_count != method.outputs().size()) {
+      raise(Status(ErrorCode::kInput, method.name() + ", out: expected " +
+                                          std::to_string(method.outputs().size()) + " arrays, got " +
+                                          std::to_string(given_count)));
+    }
+    keep.resize(count + given_count);
+    for (size_t i = 0; i < given_count; ++i) {
+      given.push_back(to_out(arrays[i], keep[count + i], method.name(), i));
+    }
+  }
+  CallOptions options;
+  options.strict = strict;
+  if (!stream.is_none()) {
+    StreamChoice choice = to_stream(stream, method.device(), "stream");
+    options.stream = choice.handle;
+    options.stream_device = choice.device;
+  }
+  // Foreign device memory stays for as long as work of this call may read it.
+  for (size_t i = 0; i < count; ++i) {
+    if (values[i].device != nullptr && !values[i].block && keep[i].is_valid()) values[i].keep = hold(keep[i]);
   }
   Status status;
   {
-    nb::gil_scoped_release release;
-    status = method.run(values, given, CallOptions{strict}, outputs);
+    GilRelease release;
+    status = method.run(values, given, options, outputs);
   }
   check(status);
   nb::object result = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(outputs.size())));
   for (size_t i = 0; i < outputs.size(); ++i) {
     bool callers = i < given.size() && given[i].kind != Value::Kind::kNone;
-    nb::object item = callers ? nb::object(out[i]) : from_value(outputs[i]);
+    nb::object item = callers ? nb::object(arrays[i]) : from_value(outputs[i]);
     PyTuple_SET_ITEM(result.ptr(), static_cast<Py_ssize_t>(i), item.release().ptr());
   }
   return nb::borrow<nb::tuple>(result);
@@ -104,7 +130,7 @@ nb::dict describe_value(const ValueInfo& info) {
   static constexpr const char* kKinds[] = {"none", "tensor", "int", "float", "bool", "string"};
   nb::dict out;
   out["kind"] = kKinds[static_cast<size_t>(info.kind)];
-  out["name"] = info.name;
+  out["name"] = text_of(info.name);
   if (info.kind == Value::Kind::kTensor) {
     out["dtype"] = dtype_name(info.dtype);
     out["shape"] = nb::tuple(nb::cast(info.shape));
@@ -112,6 +138,17 @@ nb::dict describe_value(const ValueInfo& info) {
     out["device"] = device_name(info.device);
     out["planned"] = info.planned;
   }
+  return out;
+}
+
+nb::dict describe_stats(const CallStats& s) {
+  nb::dict out;
+  out["bytes_to_device"] = s.bytes_to_device;
+  out["bytes_to_host"] = s.bytes_to_host;
+  out["synchronizations"] = s.synchronizations;
+  out["driver_allocations"] = s.driver_allocations;
+  out["driver_frees"] = s.driver_frees;
+  out["repacked_bytes"] = s.repacked_bytes;
   return out;
 }
 
@@ -134,7 +171,9 @@ NB_MODULE(_core, m) {
   m.def("num_threads", &num_threads);
   m.def("set_num_threads", [](int count) { check(set_num_threads(count)); });
 
+  bind_objects(m);
   bind_buffer(m);
+  bind_delegates(m);
 
   nb::class_<Method>(m, "Method")
       .def_prop_ro("name", &Method::name)
@@ -144,28 +183,24 @@ NB_MODULE(_core, m) {
            [](const Method& self) {
              nb::list out;
              for (const IslandInfo& i : self.islands()) {
-               out.append(nb::make_tuple(i.index, i.delegate, i.payload_nbytes, i.num_args));
+               out.append(nb::make_tuple(i.index, text_of(i.delegate), i.payload_nbytes, i.num_args));
              }
              return out;
            })
+      .def_prop_ro("device", [](const Method& self) { return device_object(self.device()); })
       .def("stats",
            [](const Method& self) {
-             CallStats s = self.stats();
-             nb::dict out;
-             out["calls"] = s.calls;
-             out["bytes_to_device"] = s.bytes_to_device;
-             out["bytes_to_host"] = s.bytes_to_host;
-             out["synchronizations"] = s.synchronizations;
-             out["driver_allocations"] = s.driver_allocations;
-             out["driver_frees"] = s.driver_frees;
-             out["repacked_bytes"] = s.repacked_bytes;
-             return out;
+             CallStats last, total;
+             int64_t calls = self.stats(&last, &total);
+             return nb::make_tuple(calls, describe_stats(last), describe_stats(total));
            })
-      .def("call", &call, nb::arg("inputs"), nb::arg("out").none(), nb::arg("strict"));
+      .def("call", &call, nb::arg("inputs"), nb::arg("stream").none(), nb::arg("out").none(),
+           nb::arg("strict"));
 
   nb::class_<Program>(m, "Program")
       .def_static("load", &load, nb::arg("source"), nb::arg("data"), nb::arg("instances"),
-                  nb::arg("allow_native_code"), nb::arg("max_steps"), nb::arg("options"))
+                  nb::arg("allow_native_code"), nb::arg("max_steps"), nb::arg("options"),
+                  nb::arg("device").none())
       .def("method_names", &Program::method_names)
       .def("method", &Program::method)
       .def("memory",
@@ -180,7 +215,7 @@ NB_MODULE(_core, m) {
       .def("close", [](Program& self) {
         Status status;
         {
-          nb::gil_scoped_release release;
+          GilRelease release;
           status = self.close();
         }
         check(status);

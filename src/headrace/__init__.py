@@ -1,6 +1,17 @@
 """headrace: exported PyTorch programs on the one CUDA stream the caller chose, without libtorch."""
 
-from .engine import core as _core
+from .audit import audit
+from .delegate import Delegate
+from .device import (
+    Buffer,
+    Device,
+    Event,
+    Partition,
+    Stream,
+    caller_stream,
+    current_stream,
+    device,
+)
 from .engine import num_threads, set_num_threads
 from .errors import (
     AuditError,
@@ -20,18 +31,19 @@ from .errors import (
 )
 from .program import Method, Program, load
 
-Buffer = _core.Buffer
-
 __version__ = "0.1.0"
 
 __all__ = [
     "AuditError",
     "Buffer",
     "CaptureError",
+    "Delegate",
     "DelegateError",
     "DelegateUnavailable",
+    "Device",
     "DeviceError",
     "EngineError",
+    "Event",
     "ExportError",
     "HeadraceError",
     "InputError",
@@ -40,8 +52,14 @@ __all__ = [
     "OptionError",
     "OrderingError",
     "OutOfDeviceMemory",
+    "Partition",
     "Program",
     "ProgramError",
+    "Stream",
+    "audit",
+    "caller_stream",
+    "current_stream",
+    "device",
     "load",
     "num_threads",
     "set_num_threads",

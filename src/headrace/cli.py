@@ -1,27 +1,32 @@
 """The command line: parse and print.
 
 Exit status: 0 done; 1 an answer differs from ``--expect``; 2 the command line or an input
-is at fault; 3 the program, a delegate or a device is.
+is at fault; 3 the program, a delegate or a device is. ``audit``: 0 clean; 1 problems; 2 usage, or nothing to inspect.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 
 import headrace
 
 from . import doctor, pte
+from .audit import command as audit
 from .errors import HeadraceError, InputError, OptionError
 from .program import Method, ValueInfo
 
@@ -40,7 +45,16 @@ TOLERANCE = {
 
 
 def _print_json(command: str, body: dict[str, Any]) -> None:
-    print(json.dumps({"version": JSON_VERSION, "command": command, **body}, default=_plain))
+    print(json.dumps(_finite({**body, "version": JSON_VERSION, "command": command}), default=_plain))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> Any:
@@ -63,7 +77,7 @@ def _doctor(args: argparse.Namespace) -> int:
         _print_json("doctor", found.as_dict())
         return OK
     rows = {
-        "headrace": found.version,
+        "headrace": found.headrace,
         "python": f"{found.python}, NumPy {found.numpy}",
         "machine": found.machine,
         "engine": f"ExecuTorch {found.engine}, {found.engine_source} ({found.engine_folder})",
@@ -139,14 +153,27 @@ def _made_up(info: ValueInfo, rng: np.random.Generator | None) -> Any:
     return headrace.Buffer.from_float32(values) if info.dtype == "bfloat16" else values
 
 
+def _read(name: str, expected: str) -> Any:
+    """The array that a file holds, or a list of those of an archive; an InputError whatever is wrong."""
+    try:
+        with open(name, "rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            return [loaded[key] for key in loaded.files] if isinstance(loaded, NpzFile) else loaded
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
+        raise InputError(f"{name}: expected {expected}, got: {e}") from None
+
+
 def _inputs(args: argparse.Namespace, method: Method) -> list[Any]:
     if args.input:
         arrays: list[Any] = []
-        for name in args.input:
-            try:
-                arrays.append(np.load(name, allow_pickle=False))
-            except (OSError, ValueError) as e:
-                raise InputError(f"{name}: expected an array written by numpy.save, got: {e}") from None
+        for i, name in enumerate(args.input):
+            array = _read(name, "an array written by numpy.save")
+            if isinstance(array, list):
+                raise InputError(f"{name}: expected an array written by numpy.save, got an archive of arrays")
+            narrow = (
+                i < len(method.inputs) and method.inputs[i].dtype == "bfloat16" and array.dtype == "float32"
+            )
+            arrays.append(headrace.Buffer.from_float32(array) if narrow else array)
         return arrays
     if method.inputs and not (args.ones or args.random is not None):
         raise InputError(
@@ -161,20 +188,53 @@ def _as_array(output: Any) -> np.ndarray[Any, Any]:
     return output.float32() if isinstance(output, headrace.Buffer) else np.asarray(output)
 
 
+def _summary(output: Any) -> str:
+    if output is None or isinstance(output, bool | int | float | str):
+        return f"{output!r}"
+    array = _as_array(output)
+    if array.size == 0:
+        return f"{list(array.shape)}: empty"
+    least, most, mean = array.min(), array.max(), array.mean(dtype=np.float64)
+    if array.dtype.kind in "biu":
+        return f"{list(array.shape)}: min {least}, max {most}, mean {mean:.6g}"
+    return f"{list(array.shape)}: min {least:.6g}, max {most:.6g}, mean {mean:.6g}"
+
+
+def _deviation(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any]) -> float:
+    """The largest difference of two elements; infinite where just one of them is not a number."""
+    if got.size == 0:
+        return 0.0
+    if got.dtype.kind in "biu" and want.dtype.kind in "biu":
+        # Exact: int64 has numbers that no float64 tells apart.
+        pairs = zip(got.ravel().tolist(), want.ravel().tolist(), strict=True)
+        return float(max(abs(int(a) - int(b)) for a, b in pairs))
+    a, b = got.astype(np.float64), want.astype(np.float64)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(a - b))
+    return float(np.where(np.isnan(apart), np.inf, apart).max())
+
+
+def _equal(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], rtol: float, atol: float) -> bool:
+    if rtol == 0 and atol == 0:
+        return np.array_equal(got, want, equal_nan=got.dtype.kind == "f" and want.dtype.kind == "f")
+    return np.allclose(got.astype(np.float64), want.astype(np.float64), rtol, atol, equal_nan=True)
+
+
 def _compare(args: argparse.Namespace, method: Method, outputs: Sequence[Any]) -> list[dict[str, Any]]:
     """Each output against the file's array of its position: exact shape, every value."""
-    try:
-        with np.load(args.expect, allow_pickle=False) as archive:
-            wanted = [archive[key] for key in archive.files]
-    except (OSError, ValueError) as e:
-        raise InputError(f"{args.expect}: expected arrays written by numpy.savez, got: {e}") from None
-    if len(wanted) != len(outputs):
+    wanted = _read(args.expect, "arrays written by numpy.savez")
+    if not isinstance(wanted, list):
+        raise InputError(f"{args.expect}: expected arrays written by numpy.savez, got a single array")
+    given = [i for i, output in enumerate(outputs) if output is not None]
+    if len(wanted) != len(given):
         raise InputError(
-            f"{args.expect}: expected {len(outputs)} arrays, one for each output, got {len(wanted)}"
+            f"{args.expect}: expected {len(given)} arrays, one for each output that is not None, "
+            f"got {len(wanted)}"
         )
     rows = []
-    for i, (output, want, info) in enumerate(zip(outputs, wanted, method.outputs, strict=True)):
-        got = _as_array(output)
+    for i, want in zip(given, wanted, strict=True):
+        got, info = _as_array(outputs[i]), method.outputs[i]
         rtol, atol = TOLERANCE.get(info.dtype, (0.0, 0.0))
         rtol = rtol if args.rtol is None else args.rtol
         atol = atol if args.atol is None else args.atol
@@ -185,15 +245,14 @@ def _compare(args: argparse.Namespace, method: Method, outputs: Sequence[Any]) -
             "shape": got.shape,
             "expected_shape": want.shape,
         }
+        if got.dtype.kind not in "biuf" or want.dtype.kind not in "biuf":
+            raise InputError(
+                f"{args.expect}: expected numbers to compare output {i} with, got {want.dtype} beside {got.dtype}"
+            )
         if got.shape != want.shape:
             row |= {"equal": False, "largest_deviation": None}
         else:
-            with np.errstate(invalid="ignore"):
-                deviation = np.abs(got.astype(np.float64) - want.astype(np.float64))
-            close = np.isclose(
-                got.astype(np.float64), want.astype(np.float64), rtol=rtol, atol=atol, equal_nan=True
-            )
-            row |= {"equal": bool(close.all()), "largest_deviation": float(np.nanmax(deviation, initial=0.0))}
+            row |= {"equal": _equal(got, want, rtol, atol), "largest_deviation": _deviation(got, want)}
         rows.append(row)
     return rows
 
@@ -217,9 +276,13 @@ def _run(args: argparse.Namespace) -> int:
         compared = _compare(args, method, outputs) if args.expect else []
         if args.output:
             folder = Path(args.output)
-            folder.mkdir(parents=True, exist_ok=True)
-            for i, output in enumerate(outputs):
-                np.save(folder / f"out{i}.npy", _as_array(output))
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                for i, output in enumerate(outputs):
+                    if output is not None:
+                        np.save(folder / f"out{i}.npy", _as_array(output), allow_pickle=False)
+            except OSError as e:
+                raise InputError(f"--output: expected a folder that can be written, got: {e}") from None
         different = [row for row in compared if not row["equal"]]
         median_us = sorted(times)[len(times) // 2] * 1e6
         if args.json:
@@ -243,13 +306,7 @@ def _run(args: argparse.Namespace) -> int:
             f"{args.file}, method {name}: {', '.join(i.delegate for i in method.islands) or 'CPU kernels only'}"
         )
         for i, (info, output) in enumerate(zip(method.outputs, outputs, strict=True)):
-            array = _as_array(output)
-            summary = (
-                f"min {array.min():.6g}, max {array.max():.6g}, mean {array.mean(dtype=np.float64):.6g}"
-                if array.size
-                else "empty"
-            )
-            print(f"  output {i}: {_shape_text(info)}, got {list(array.shape)}: {summary}")
+            print(f"  output {i}: {_shape_text(info)}, got {_summary(output)}")
         for row in compared:
             verdict = "equal" if row["equal"] else "DIFFERENT"
             detail = (
@@ -285,11 +342,16 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--data", action="append", default=[], metavar="FILE.ptd", help="a data file; may be repeated"
     )
-    one.add_argument(
-        "--input", action="append", default=[], metavar="FILE.npy", help="an input, in order; may be repeated"
+    given = one.add_mutually_exclusive_group()
+    given.add_argument(
+        "--input",
+        action="append",
+        default=[],
+        metavar="FILE.npy",
+        help="an input, in order; may be repeated (float32 for bfloat16)",
     )
-    one.add_argument("--ones", action="store_true", help="inputs of ones, of the greatest shape")
-    one.add_argument("--random", type=int, metavar="SEED", help="random inputs, of the greatest shape")
+    given.add_argument("--ones", action="store_true", help="inputs of ones, of the greatest shape")
+    given.add_argument("--random", type=int, metavar="SEED", help="random inputs, of the greatest shape")
     one.add_argument(
         "--expect", metavar="FILE.npz", help="compare every output, in order, with the file's arrays"
     )
@@ -297,12 +359,20 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--atol", type=float, help="absolute tolerance of --expect (default: by dtype)")
     one.add_argument("--repeat", type=int, default=1, metavar="N", help="calls")
     one.add_argument(
-        "--output", metavar="DIR", help="write outputs there as out0.npy, … (bfloat16 as float32)"
+        "--output",
+        metavar="DIR",
+        help="write outputs there as out0.npy, … (bfloat16 as float32, None not at all)",
     )
     one.add_argument("--threads", type=int, metavar="N", help="threads of the CPU kernels and XNNPACK")
     one.set_defaults(run=_run)
 
-    for command in commands.choices.values():
+    one = commands.add_parser("audit", help="check a CUDA wheel, or decide what a build row means")
+    audit.add_arguments(one)
+    one.set_defaults(run=audit.run)
+
+    for name, command in commands.choices.items():
+        if name == "audit":
+            continue  # it has its own
         command.add_argument(
             "--json", action="store_true", help="print one JSON object; it carries a version"
         )
@@ -311,6 +381,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal of another encoding than UTF-8 shows "?" for the few signs that it lacks.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     args = _parser().parse_args(argv)
     try:
         status: int = args.run(args)

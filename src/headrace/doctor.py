@@ -17,7 +17,7 @@ __all__ = ["Diagnosis", "diagnose"]
 class Diagnosis:
     """``engine_source`` is ``"bundled"``, or ``"installed"`` where a stock ExecuTorch's files are used."""
 
-    version: str
+    headrace: str
     python: str
     numpy: str
     machine: str
@@ -40,7 +40,7 @@ def diagnose() -> Diagnosis:
 
     found = _engine.engine()
     return Diagnosis(
-        version=__version__,
+        headrace=__version__,
         python=platform.python_version(),
         numpy=np.__version__,
         machine=f"{platform.system()} {platform.machine()}, {platform.libc_ver()[0]} {platform.libc_ver()[1]}",

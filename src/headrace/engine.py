@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import EngineError
+from .errors import EngineError, OptionError
 
 __all__ = ["Engine", "engine", "num_threads", "set_num_threads"]
 
@@ -102,7 +102,10 @@ def _check_installed(package: Path, wanted: dict[str, str]) -> Path:
 def _mapped(name: str) -> set[str]:
     """Paths under which a library of this file name is mapped into the process."""
     with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if name in line}
+        # A file that was deleted since is still a run time in this process.
+        paths = {
+            line.split(maxsplit=5)[5].rstrip("\n").removesuffix(" (deleted)") for line in maps if name in line
+        }
     return {path for path in paths if os.path.basename(path) == name}
 
 
@@ -158,4 +161,8 @@ def set_num_threads(count: int) -> None:
     Raises:
         OptionError: the count is out of range, or a program is loaded.
     """
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise OptionError(f"num_threads: expected an int, got {type(count).__name__}")
+    if not 1 <= count <= 1024:
+        raise OptionError(f"num_threads: expected a count between 1 and 1024, got {count}")
     core.set_num_threads(count)

@@ -3,22 +3,25 @@
     program = headrace.load("model.pte")
     (y,) = program["forward"](x)
 
-A method takes and returns host arrays: in, anything that is a NumPy array or speaks DLPack or the array
-interface; out, NumPy arrays (a `Buffer` where NumPy has no such dtype, as for bfloat16).
+A method takes anything that is a NumPy array, a `Buffer`, or speaks DLPack or the array interface. It returns
+NumPy arrays for what lies on the host (a `Buffer` where NumPy has no such dtype, as for bfloat16) and `Buffer`s
+for what lies on a device.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from .device import Device
+from .device import device as open_device
 from .engine import core
 from .errors import OptionError, ProgramError
 
-__all__ = ["Island", "Memory", "MemoryUse", "Method", "Program", "Stats", "ValueInfo", "load"]
+__all__ = ["Counts", "Island", "Memory", "MemoryUse", "Method", "Program", "Stats", "ValueInfo", "load"]
 
 OptionValue = bool | int | str
 
@@ -52,17 +55,29 @@ class Island:
 
 
 @dataclass(frozen=True)
-class Stats:
-    """Counts over all calls of a method so far. ``repacked_bytes`` are host inputs whose memory layout was
-    not the program's and had to be rewritten."""
+class Counts:
+    """What one call, or all calls, of a method did: bytes staged each way between host and device, waits for the
+    device, allocations and frees that reached the driver, and host bytes whose memory layout was not the program's
+    and had to be rewritten.
 
-    calls: int
+    A steady-state call on device-resident buffers has 0 of each.
+    """
+
     bytes_to_device: int
     bytes_to_host: int
     synchronizations: int
     driver_allocations: int
     driver_frees: int
     repacked_bytes: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """How often a method was called, what the call that ended last did, and the sum over all calls."""
+
+    calls: int
+    last: Counts
+    total: Counts
 
 
 @dataclass(frozen=True)
@@ -110,13 +125,20 @@ class Method:
         self._call = native.call
 
     def __call__(
-        self, *inputs: Any, out: Sequence[Any] | None = None, strict: bool = False
+        self, *inputs: Any, stream: Any = None, out: Sequence[Any] | None = None, strict: bool = False
     ) -> tuple[Any, ...]:
         """Run the method once and return its outputs as a tuple.
+
+        It waits for the device before it returns if an input was staged from the host, or an output is staged to
+        the host, or no stream was given or selected. Otherwise it returns with the work in flight, in order on
+        that stream. That is the whole rule, for every delegate.
 
         Args:
             inputs: one argument for each of `inputs`. Arrays are borrowed until the call returns: read in
                 place where the plan leaves them unplanned and their layout is the program's, else copied.
+            stream: the stream of this call, as if `caller_stream` had selected it: a `Stream`, anything with
+                ``__cuda_stream__``, or an int handle on the program's device. Without it the thread's selection
+                is the stream, else the thread's own per-thread stream.
             out: one array (or None) for each output to write to, of the output's dtype and shape.
             strict: raise InputError where an input would have to be staged to another device.
 
@@ -127,9 +149,10 @@ class Method:
         Raises:
             InputError: an argument does not fit; nothing was run.
             DelegateError: a delegate or kernel failed.
+            DeviceError: the stream or an array is of another device, or a device operation failed.
             ProgramError: the program was closed.
         """
-        outputs: tuple[Any, ...] = self._call(inputs, out, strict)
+        outputs: tuple[Any, ...] = self._call(inputs, stream, out, strict)
         return outputs
 
     @property
@@ -154,8 +177,14 @@ class Method:
 
     @property
     def stats(self) -> Stats:
-        """Counts over all calls so far, by all threads."""
-        return Stats(**self._native.stats())
+        """Counts over the calls so far, by all threads."""
+        calls, last, total = self._native.stats()
+        return Stats(calls, Counts(**last), Counts(**total))
+
+    @property
+    def device(self) -> Any:
+        """The `Device` that the program is bound to."""
+        return self._native.device
 
     def __repr__(self) -> str:
         return f"<headrace.Method {self.name!r}: {len(self.inputs)} inputs, {len(self.outputs)} outputs>"
@@ -167,6 +196,11 @@ class Program(Mapping[str, Method]):
     def __init__(self, native: Any) -> None:
         self._native = native
         self._methods = {name: Method(native.method(name)) for name in native.method_names()}
+
+    @property
+    def device(self) -> Any:
+        """The `Device` that the program is bound to."""
+        return next(iter(self._methods.values())).device
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -214,12 +248,14 @@ class Program(Mapping[str, Method]):
 
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview
+_SOURCES = (str, os.PathLike, bytes, bytearray, memoryview)
 
 
 def load(
     source: Source,
     *,
     data: Source | Sequence[Source] = (),
+    device: Any = None,
     options: Mapping[str, Mapping[str, OptionValue]] | None = None,
     instances: int = 1,
     allow_native_code: bool = True,
@@ -233,6 +269,9 @@ def load(
     Args:
         source: a path, or the program's bytes (copied).
         data: data files (``.ptd``), as paths or bytes, that hold weights which the program names.
+        device: where the program's device memory lies and its delegates run: a `Device`, or a name as `device`
+            takes it. None is ``cpu`` for a program without device memory, else ``cuda:0``; never ``sim``. A program
+            that was planned for another device of the same kind, or for a GPU, runs on any device.
         options: for each delegate, by name, options that it understands.
         instances: copies of the planned memory and of the delegates' state, for calls that should overlap.
             Weights in the files are shared.
@@ -249,16 +288,32 @@ def load(
         DelegateError: a delegate refused its payload.
         OptionError: an option is unknown or out of range.
         OutOfDeviceMemory: there is no room for the planned memory.
+        DeviceError: there is no such device, or the program needs one and there is none.
     """
-    files = [data] if isinstance(data, str | os.PathLike | bytes | bytearray | memoryview) else list(data)
+    if not isinstance(source, _SOURCES):
+        raise ProgramError(f"expected a path or bytes, got {type(source).__name__}")
+    files = [data] if isinstance(data, _SOURCES) else list(data) if isinstance(data, Iterable) else [data]
+    for file in files:
+        if not isinstance(file, _SOURCES):
+            raise ProgramError(f"data: expected paths or bytes, got {type(file).__name__}")
     if not isinstance(instances, int) or isinstance(instances, bool):
         raise OptionError(f"instances: expected an int, got {type(instances).__name__}")
+    if not 1 <= instances <= 1024:
+        raise OptionError(f"instances: expected a count between 1 and 1024, got {instances}")
+    if not isinstance(allow_native_code, bool):
+        raise OptionError(f"allow_native_code: expected a bool, got {type(allow_native_code).__name__}")
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f"options: expected a mapping, got {type(options).__name__}")
     if not isinstance(max_steps, int) or isinstance(max_steps, bool) or not 0 < max_steps < 2**63:
         raise OptionError(f"max_steps: expected an int of at least 1, got {max_steps!r}")
     for delegate, entries in (options or {}).items():
+        if not isinstance(delegate, str):
+            raise OptionError(f"options: expected the names of delegates, got {delegate!r}")
         if not isinstance(entries, Mapping):
             raise OptionError(f"options of {delegate!r}: expected a mapping, got {type(entries).__name__}")
         for key, value in entries.items():
+            if not isinstance(key, str):
+                raise OptionError(f"options of {delegate!r}: expected names, got {key!r}")
             if not isinstance(value, bool | int | str):
                 raise OptionError(
                     f"options of {delegate!r}: expected a bool, int or str for {key!r}, got {type(value).__name__}"
@@ -267,8 +322,9 @@ def load(
                 raise OptionError(
                     f"options of {delegate!r}: expected an int of 32 bits for {key!r}, got {value}"
                 )
-    if not isinstance(source, str | os.PathLike | bytes | bytearray | memoryview):
-        raise ProgramError(f"expected a path or bytes, got {type(source).__name__}")
+    where = open_device(device) if isinstance(device, str) else device
+    if where is not None and not isinstance(where, Device):
+        raise OptionError(f"device: expected a Device or a name such as 'sim', got {type(where).__name__}")
     native = core.Program.load(
         source,
         files,
@@ -276,5 +332,6 @@ def load(
         allow_native_code,
         max_steps,
         {k: dict(v) for k, v in (options or {}).items()},
+        where,
     )
     return Program(native)

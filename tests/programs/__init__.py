@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["PINS", "Call", "Program", "Value", "ensure", "folder", "load", "names"]
+__all__ = ["PINS", "Call", "Program", "Value", "ensure", "export_python", "folder", "load", "names"]
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -94,19 +94,21 @@ class Program:
 def folder() -> Path:
     """Where the export of exactly these sources lies, or will lie."""
     digest = hashlib.sha256(json.dumps(PINS, sort_keys=True).encode())
-    for source in sorted(HERE.glob("*.py")):
+    for source in (HERE / f"{name}.py" for name in ("delegates", "export", "graph", "models")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return ROOT / "build" / "programs" / digest.hexdigest()[:16]
 
 
-def ensure() -> Path:
-    """The folder, exported first where it is not there yet.
+def export_python() -> str:
+    """The interpreter that has torch and the exporter: ``HEADRACE_EXPORT_PYTHON``, else this one."""
+    return os.environ.get("HEADRACE_EXPORT_PYTHON", sys.executable)
 
-    The exporter runs in a process of its own, by ``HEADRACE_EXPORT_PYTHON`` or this interpreter.
-    """
+
+def ensure() -> Path:
+    """The folder, exported first, in a process of its own, where it is not there yet."""
     there = folder()
     if not (there / "index.json").exists():
-        python = os.environ.get("HEADRACE_EXPORT_PYTHON", sys.executable)
+        python = export_python()
         done = subprocess.run(
             [python, "-m", "tests.programs.export"], cwd=ROOT, capture_output=True, text=True
         )

@@ -12,6 +12,7 @@ from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPar
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
 from executorch.exir.passes.propagate_device_config import PropagateDeviceConfig
+from functorch.experimental.control_flow import map as map_rows
 from torch.export import Dim
 
 from .delegates import GraphPartitioner, aten
@@ -201,6 +202,20 @@ def dynamic_batch_xnnpack() -> Export:
         [Method(MLP(), batches(64, SIZES), dynamic={"x": {0: Dim("batch", min=1, max=8)}})],
         partitioners=lambda: [XnnpackPartitioner()],
         delegates=("XnnpackBackend",),
+    )
+
+
+@model
+def dynamic_cnn_xnnpack() -> Export:
+    calls = [(randn(n, 3, 16, 16, seed=n),) for n in (20, 1, 32, 15, 16, 32)]
+    return Export(
+        [Method(CNN(), calls, dynamic={"x": {0: Dim("batch", min=1, max=32)}})],
+        partitioners=lambda: [XnnpackPartitioner()],
+        delegates=("XnnpackBackend",),
+        rtol=1e-4,
+        atol=1e-5,
+        note="the example has a batch of 16 or more: with less, PyTorch 2.13 makes 15 the greatest, "
+        "for it picks a convolution's algorithm by that while lowering",
     )
 
 
@@ -440,8 +455,8 @@ def int_input() -> Export:
             )
         ],
         runs=False,
-        note="an integer argument that may vary: the exporter writes it as an absent value, and the engine then "
-        "refuses an integer (1.5.1)",
+        note="an integer argument that may vary: the exporter (1.5.1) writes it as an absent value, and the "
+        "engine then refuses an integer",
     )
 
 
@@ -937,3 +952,53 @@ class Shared(torch.nn.Module):
 @model
 def shared_constant() -> Export:
     return Export([Method(Shared(), several((2, 4)))], partitioners=alternating("cuda:0"), delegates=(A, B))
+
+
+# -------------------- what writes, loops and repeats
+
+
+class Accumulate(torch.nn.Module):
+    def forward(self, x, y):
+        x.add_(y)
+        # The exported method also returns what it wrote, first.
+        return x * 2.0 if torch.compiler.is_compiling() else (x, x * 2.0)
+
+
+def accumulations() -> list[Method]:
+    return [Method(Accumulate(), several((4,), (4,)))]
+
+
+@model
+def written_input() -> Export:
+    return Export(accumulations(), note="writes into its first input and returns that too, first")
+
+
+@model
+def written_input_unplanned() -> Export:
+    return Export(accumulations(), config=unplanned())
+
+
+class Square(torch.nn.Module):
+    def forward(self, x):
+        return x @ x, x, x + 1.0, x
+
+
+@model
+def unplanned_square() -> Export:
+    return Export(
+        [Method(Square(), several((6, 6)))],
+        config=unplanned(),
+        note="an input that is read while the result is written, and that is a result itself, twice",
+    )
+
+
+class Loop(torch.nn.Module):
+    def forward(self, index, table):
+        return map_rows(lambda row, table: torch.index_select(table, 0, row) * 2.0, index, table)
+
+
+@model
+def loop() -> Export:
+    table = randn(8, 4)
+    calls = [(torch.tensor(rows), table) for rows in ([[0, 1], [2, 3], [4, 5]], [[7, 7], [0, 6], [1, 2]])]
+    return Export([Method(Loop(), calls)], note="a loop over rows; an index beyond the table fails inside it")

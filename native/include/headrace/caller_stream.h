@@ -114,11 +114,11 @@ namespace headrace {
 // Selects a stream for the calling thread until the end of the scope, then puts the former selection back, on
 // every way out. Guards nest. A guard lives in a scope and nowhere else: ended on another thread or out of
 // order, it would put back what is not its own to put back.
-class [[nodiscard]] CallerStreamGuard {
+class CallerStreamGuard {
  public:
   // `device`: the stream's, as in headrace_selection. Where it is said, a program on another device refuses
   // the stream before anything is enqueued.
-  explicit CallerStreamGuard(cudaStream_t stream, int32_t device = -1) noexcept
+  [[nodiscard]] explicit CallerStreamGuard(cudaStream_t stream, int32_t device = -1) noexcept
       : former_(headrace_exchange_selection(headrace_selection{stream, device, 1})) {}
   ~CallerStreamGuard() { headrace_exchange_selection(former_); }
 

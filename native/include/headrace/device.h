@@ -9,6 +9,8 @@
 // No function changes the calling thread's current context or device.
 // Waiting: functions wait for the device only where they say so.
 // Errors: kDevice with `device` set, kOutOfDeviceMemory, kInput for handles and addresses that cannot be.
+// Every maker refuses, before anything else, a call from inside a host function and an event, graph or
+// partition of another device.
 #pragma once
 
 #include <cstddef>
@@ -49,6 +51,7 @@ struct PointerInfo {
 };
 
 // Bytes and calls since the device was opened. Every allocate() and free() counts: caches lie above the seam.
+// Memory is in use until its free() is called, whatever of the work before it has run.
 struct MemoryCounts {
   size_t current_nbytes = 0;
   size_t peak_nbytes = 0;
@@ -57,33 +60,55 @@ struct MemoryCounts {
 };
 
 // Runs on a thread of the device's choosing, in stream order. It must not call into a device (CUDA forbids it
-// for cuLaunchHostFunc). A failed Status is kept and returned by the next wait for anything behind it.
+// for cuLaunchHostFunc): that returns kDevice. A failed Status, or an exception, is kept; work behind it is
+// skipped; the next wait that has the failure, or work skipped for it, behind it returns the Status, once. A
+// later wait for other skipped work, which nobody was told of yet, returns it again. Work enqueued after the
+// telling runs. The function is destroyed with no lock held, soon after it ran (a graph keeps those
+// captured).
 using HostFunction = std::function<Status()>;
 
-// Ownership: whoever holds a reference may use the object; the device outlives it. Destroying an event, graph
-// or partition never waits, and what is in flight is not disturbed.
-class Event {
+class Device;
+
+// What belongs to one device. Whoever holds a reference may use it; it must not be used after the device's
+// last reference is gone, though it may be dropped then. Destroying an event, graph or partition never waits,
+// and what is in flight is not disturbed.
+class HEADRACE_API DeviceObject {
  public:
-  virtual ~Event() = default;
+  virtual ~DeviceObject();
+  DeviceObject(const DeviceObject&) = delete;
+  DeviceObject& operator=(const DeviceObject&) = delete;
+  const std::string& device_name() const { return device_name_; }
+  int32_t device_id() const { return device_id_; }
+
+ protected:
+  explicit DeviceObject(const Device& device);
+
+ private:
+  std::string device_name_;
+  int32_t device_id_;
+};
+
+class HEADRACE_API Event : public DeviceObject {
+  using DeviceObject::DeviceObject;
 };
 using EventRef = std::shared_ptr<Event>;
 
-class Graph {  // what a capture recorded
- public:
-  virtual ~Graph() = default;
+class HEADRACE_API Graph : public DeviceObject {  // what a capture recorded
+  using DeviceObject::DeviceObject;
 };
 using GraphRef = std::shared_ptr<Graph>;
 
-class GraphExec {  // a graph made ready to launch; launches of one run one after the other
- public:
-  virtual ~GraphExec() = default;
+// A graph made ready to launch; launches of one run one after the other.
+class HEADRACE_API GraphExec : public DeviceObject {
+  using DeviceObject::DeviceObject;
 };
 using GraphExecRef = std::shared_ptr<GraphExec>;
 
-// A part of the device's streaming multiprocessors (a green context). Work of its streams stays on them.
-class Partition {
+// A part of the device's streaming multiprocessors (a green context). Work of its streams stays on them. They
+// go back to the device when the last reference is gone, those of streams made in it included.
+class HEADRACE_API Partition : public DeviceObject {
  public:
-  virtual ~Partition() = default;
+  using DeviceObject::DeviceObject;
   // As granted, read back from the device: requests are rounded up.
   virtual int sm_count() const = 0;
   // Refuses new streams from now on. Streams that exist go on.
@@ -151,7 +176,8 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
   Status check_stream(StreamHandle stream) const;
   // Waits for the work that is on the stream now. Returns what failed in it.
   Status synchronize(StreamHandle stream);
-  // Waits for all work of the device.
+  // Waits for all work of the device. kCapture while any stream of it captures, in every mode: that capture
+  // is invalidated (measured).
   Status synchronize();
   // Whether the stream's work is done. Does not wait.
   Result<bool> query(StreamHandle stream);
@@ -192,6 +218,7 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
  protected:
   Device(std::string name, Backend backend, int ordinal);
 
+  // Behind the front: stream 0 has become 1, the caller is in no host function, objects are of this device.
   virtual Result<void*> do_allocate(size_t nbytes, StreamHandle stream) = 0;
   virtual Status do_free(void* data, StreamHandle stream) = 0;
   virtual Status do_copy(void* to, const void* from, size_t nbytes, StreamHandle stream) = 0;
@@ -234,11 +261,18 @@ using DeviceRef = std::shared_ptr<Device>;
 // Plain host memory; everything is done when the call returns. One for the process.
 HEADRACE_API DeviceRef cpu_device();
 
-// How a simulated device orders work that CUDA leaves open.
+// A simulated device follows the rules of the driver API, and is stricter: fresh memory holds 0xFF bytes, and
+// again when the allocation is reached in stream order, so that what was written too early is lost; freed
+// memory is filled with 0xFF when its free is reached, and stays known for a while, so that touching it is
+// kInput; the device works one operation at a time on a logical clock (1 us for work, 1 ns for each 100 bytes
+// moved), so event times are the same in every run. Host functions run on the threads that enqueue or wait.
+// Its last reference gone, pending work is skipped, its functions are destroyed and all memory is released.
+//
+// How a simulated device orders work that CUDA leaves open:
 struct SimOptions {
   enum class Schedule : uint8_t {
     kEager,   // at once
-    kLate,    // only when a wait demands it, and then no more than it demands
+    kLate,    // only when a wait demands it, and then no more than it demands; query() is no wait
     kRandom,  // a random legal interleaving, reproducible by `seed` for one order of submission
   };
   Schedule schedule = Schedule::kEager;
@@ -253,7 +287,8 @@ struct SimOptions {
 // A fault or a delay at a named operation of a simulated device. Operations are the seam's functions by name:
 // "allocate", "free", "copy", "fill", "create_stream", "destroy_stream", "synchronize_stream",
 // "synchronize_device", "query_stream", "call", "create_event", "record", "wait", "synchronize_event",
-// "query_event", "elapsed_ms", "begin_capture", "end_capture", "instantiate", "upload", "launch", "split".
+// "query_event", "elapsed_ms", "begin_capture", "end_capture", "capture_status", "instantiate", "upload",
+// "launch", "split".
 struct SimFault {
   std::string operation;  // empty: any
   int64_t at = 0;         // the how-manieth such call from now on fails, from 0
@@ -263,21 +298,28 @@ struct SimFault {
 class HEADRACE_API SimDevice : public Device {
  public:
   using Device::Device;
-  // The next matching call fails once, before it does anything. Several may be pending.
-  virtual void inject(SimFault fault) = 0;
+  // The next matching call fails once, before it does anything; end_capture fails but ends the capture.
+  // Several may be pending. kInput: no such operation, a negative place, or kOk.
+  virtual Status inject(SimFault fault) = 0;
   // Work enqueued by the `at`-th such call from now on ("copy", "fill", "call", "launch") is held back until
-  // a wait demands it, whatever the schedule.
-  virtual void delay(const std::string& operation, int64_t at) = 0;
-  virtual void clear_faults() = 0;
-  // Calls so far, by operation; the empty name counts all.
+  // a wait demands it, whatever the schedule, and so is what comes behind it. What a capture takes is not
+  // counted. kInput: another operation, a negative place.
+  virtual Status delay(const std::string& operation, int64_t at) = 0;
+  virtual void clear_faults() = 0;  // and delays
+  // Calls so far, by operation; the empty name counts all. Those refused before they reached the device (from
+  // a host function, with another device's object) are not counted. -1: no such operation.
   virtual int64_t calls(const std::string& operation) const = 0;
-  // Operations that were enqueued and have not run.
+  // Operations that were enqueued and have not run: allocations, frees, records and waits are operations too,
+  // a launch is one for each node and two more.
   virtual int64_t pending() const = 0;
-  // The order in which threads submitted operations: (number of the thread by first use, operation).
+  // The order in which threads called: (number of the thread by first use, operation).
   virtual std::vector<std::pair<int, std::string>> submissions() const = 0;
   // The partition on which the host function that the calling thread runs now would have run; null outside
   // one, or on the whole device. A graph keeps the partition it was captured in.
   virtual PartitionRef current_partition() const = 0;
+  // Skips all pending work, which counts as failed; frees are done. For owners whose functions, not yet run,
+  // own the device: nothing else would ever end that circle.
+  virtual void drop_pending() = 0;
 };
 
 // A new device at each call, with memory, streams and a clock of its own.
@@ -288,6 +330,17 @@ HEADRACE_API bool in_host_function();
 
 // The device that a live allocation belongs to, whichever it is; null for host memory.
 HEADRACE_API DeviceRef device_of(const void* address);
+
+// Called around every wait on the host, on the waiting thread; `after` gets what `before` returned. A language
+// run time gives up its lock here: host functions of the device may need it. Set once, before any wait.
+struct WaitHooks {
+  void* (*before)() = nullptr;
+  void (*after)(void*) = nullptr;
+};
+HEADRACE_API void set_wait_hooks(WaitHooks hooks);
+
+// The name of the device that has, or had, this Device::id(); "device N" where there was none.
+HEADRACE_API std::string device_name_of(int32_t id);
 
 // Counts of the calling thread, so that a call can say what it did. Monotonic.
 struct ThreadCounts {

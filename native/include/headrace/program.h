@@ -8,11 +8,15 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <variant>
 #include <vector>
 
+#include "headrace/block.h"
+#include "headrace/device.h"
 #include "headrace/status.h"
 #include "headrace/tensor.h"
 
@@ -48,6 +52,9 @@ class HEADRACE_API Bytes {
 using OptionValue = std::variant<bool, int, std::string>;
 
 struct LoadOptions {
+  // Where the program's device memory lies and its delegates run. Null: cpu for a program without device
+  // memory, else an error (kDevice): nothing chooses a GPU, or a simulated device, by itself in C++.
+  DeviceRef device;
   std::vector<std::shared_ptr<const Bytes>> data;  // data files (.ptd), in the order of the search
   int instances = 1;                               // copies of the planned memory and of delegate state
   bool allow_native_code = true;                   // false refuses delegates whose payload is machine code
@@ -58,10 +65,6 @@ struct LoadOptions {
   std::map<std::string, std::map<std::string, OptionValue>> options;
 };
 
-// One memory block that an output was written to. It goes back to its method's ring when the last owner
-// drops it, and is freed when the method is gone.
-class Block;
-
 // An input or an output. Tensors are views; an output's view is kept alive by `block`.
 struct Value {
   enum class Kind : uint8_t { kNone, kTensor, kInt, kDouble, kBool, kString };
@@ -71,7 +74,12 @@ struct Value {
   double double_value = 0;
   bool bool_value = false;
   std::string string_value;
-  std::shared_ptr<Block> block;
+  BlockRef block;
+  // Where the tensor lies: null for host memory. A tensor without a block must be complete, or be ordered
+  // before the stream of the call by whoever passes it.
+  DeviceRef device;
+  // Owner of foreign memory; held until the work of the call is done.
+  std::shared_ptr<void> keep;
 };
 
 // What a method takes or returns at one position.
@@ -104,12 +112,15 @@ struct MemoryUse {
 };
 
 struct CallOptions {
-  bool strict = false;
+  // The stream of this call, as if selected for it (caller_stream.h), and the Device::id() it belongs to (-1:
+  // not said). Without it: the thread's selection, else the thread's own per-thread stream.
+  std::optional<StreamHandle> stream;
+  int32_t stream_device = -1;
+  bool strict = false;  // kInput instead of staging an input between host and device
 };
 
-// Counts of one call, of the calling thread's last call, or of all calls.
+// What calls did, as the calling thread saw it.
 struct CallStats {
-  int64_t calls = 0;
   int64_t bytes_to_device = 0;
   int64_t bytes_to_host = 0;
   int64_t synchronizations = 0;
@@ -129,12 +140,17 @@ class HEADRACE_API Method {
   const std::vector<ValueInfo>& inputs() const;
   const std::vector<ValueInfo>& outputs() const;
   const std::vector<IslandInfo>& islands() const;
-  CallStats stats() const;
+  const DeviceRef& device() const;
+  // Of the last call that ended, and the sum over all; returns how many there were.
+  int64_t stats(CallStats* last, CallStats* total) const;
 
-  // Runs the method once. Inputs are borrowed until it returns. `out`, if not empty, has one view for each
-  // output to write to (Kind::kNone: allocate); otherwise outputs come from the method's ring and stay
+  // Runs the method once. Host inputs are borrowed until it returns. `out`, if not empty, has one value for
+  // each output to write to (Kind::kNone: allocate); otherwise outputs come from the method's ring and stay
   // right for as long as their block is held. Blocks until it is this call's turn.
-  // kInput, kDelegate, kDevice, kProgram (closed).
+  //
+  // Waits for the device before it returns if an input was staged from the host, or an output is staged to
+  // the host, or no stream was given or selected. Otherwise it returns with the work in flight, ordered on
+  // that stream; what fails then is returned by the next wait. kInput, kDelegate, kDevice, kProgram (closed).
   Status run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
              std::vector<Value>& outputs);
 
@@ -160,7 +176,9 @@ class HEADRACE_API Program {
 
  private:
   Program() = default;
-  std::shared_ptr<ProgramCore> core_;
+  std::shared_ptr<ProgramCore> core() const;
+  mutable std::mutex mutex_;
+  std::shared_ptr<ProgramCore> core_;  // null once closed
   std::vector<std::shared_ptr<MethodPool>> pools_;
 };
 

@@ -1,0 +1,1 @@
+"""Measured beside stock ExecuTorch, in the same run. ``python -m benchmarks``."""

@@ -1,0 +1,150 @@
+#include "headrace/block.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace headrace {
+
+Block::Block(DeviceRef device, void* data, size_t capacity)
+    : device_(std::move(device)), data_(data), capacity_(capacity) {}
+
+Block::~Block() {
+  if (device_ == nullptr) {
+    std::free(data_);
+    return;
+  }
+  // On the freeing thread's own stream, behind everything that used the memory: the streams that did may be
+  // gone. A failure has nobody to be told to; the device keeps the memory then.
+  Status ordered = order(kPerThreadStream, true);
+  if (!ordered.ok()) ordered = device_->synchronize();
+  if (ordered.ok()) (void)device_->free(data_, kPerThreadStream);
+}
+
+void Block::used(EventRef event, bool write) {
+  std::lock_guard lock(mutex_);
+  if (write) {
+    writer_ = std::move(event);
+    readers_.clear();  // the writer was ordered behind them
+  } else if (std::find(readers_.begin(), readers_.end(), event) == readers_.end()) {
+    // Many readers of one block: keep only those that may still run.
+    if (readers_.size() >= 8) {
+      std::erase_if(readers_, [&](const EventRef& e) {
+        auto done = device_->query(*e);
+        return done.ok() && *done;
+      });
+    }
+    readers_.push_back(std::move(event));
+  }
+}
+
+std::vector<EventRef> Block::events(bool write) const {
+  std::lock_guard lock(mutex_);
+  std::vector<EventRef> out;
+  if (write) out = readers_;
+  if (writer_) out.push_back(writer_);
+  return out;
+}
+
+Status Block::order(StreamHandle stream, bool write) {
+  if (device_ == nullptr) return {};
+  for (const EventRef& event : events(write)) {
+    if (Status status = device_->wait(stream, *event); !status.ok()) return status;
+  }
+  return {};
+}
+
+Status Block::wait(bool write) {
+  if (device_ == nullptr) return {};
+  for (const EventRef& event : events(write)) {
+    if (Status status = device_->synchronize(*event); !status.ok()) return status;
+  }
+  return {};
+}
+
+Ring::~Ring() { trim(); }
+
+void Ring::trim() {
+  std::vector<Block*> doomed;
+  {
+    std::lock_guard lock(mutex_);
+    doomed.swap(waiting_);
+    for (Block* block : doomed) nbytes_ -= block->capacity_;
+  }
+  for (Block* block : doomed) delete block;
+}
+
+Result<BlockRef> Ring::take(size_t nbytes, StreamHandle stream) {
+  size_t capacity = nbytes ? (nbytes + 63) / 64 * 64 : 64;
+  if (capacity < nbytes)
+    return Status(ErrorCode::kOutOfDeviceMemory, "expected a size that 64 bits can count, got more");
+  Block* block = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    for (size_t i = waiting_.size(); i-- > 0;) {
+      // Not one far too large: it would be missing where it is needed.
+      if (waiting_[i]->capacity_ < capacity || waiting_[i]->capacity_ > 2 * capacity) continue;
+      block = waiting_[i];
+      waiting_[i] = waiting_.back();
+      waiting_.pop_back();
+      break;
+    }
+  }
+  if (block != nullptr) {
+    if (Status status = block->order(stream, true); !status.ok()) {
+      give(block);
+      return status;
+    }
+  } else {
+    void* data = nullptr;
+    if (device_ != nullptr) {
+      auto allocated = device_->allocate(capacity, stream);
+      if (!allocated.ok()) return allocated.status();
+      data = *allocated;
+    } else if (data = std::aligned_alloc(64, capacity); data == nullptr) {
+      Status status(ErrorCode::kOutOfDeviceMemory,
+                    "expected " + std::to_string(nbytes) + " bytes on cpu, got none; free memory");
+      status.device = "cpu";
+      return status;
+    }
+    block = new Block(device_, data, capacity);
+    std::lock_guard lock(mutex_);
+    nbytes_ += capacity;
+  }
+  return BlockRef(block, [ring = shared_from_this()](Block* b) { ring->give(b); });
+}
+
+void Ring::give(Block* block) {
+  {
+    std::lock_guard lock(mutex_);
+    if (waiting_.size() < kMaxWaiting) {
+      waiting_.push_back(block);
+      return;
+    }
+    nbytes_ -= block->capacity_;
+  }
+  delete block;
+}
+
+size_t Ring::nbytes() const {
+  std::lock_guard lock(mutex_);
+  return nbytes_;
+}
+
+Result<EventRef> EventPool::take(Device& device) {
+  {
+    std::lock_guard lock(mutex_);
+    for (size_t i = 0; i < events_.size(); ++i) {
+      EventRef& event = events_[(next_ + i) % events_.size()];
+      if (event.use_count() != 1) continue;
+      next_ = (next_ + i + 1) % events_.size();
+      return event;
+    }
+  }
+  auto event = device.create_event();
+  if (!event.ok()) return event.status();
+  std::lock_guard lock(mutex_);
+  events_.push_back(*event);
+  return *event;
+}
+
+}  // namespace headrace

@@ -1,0 +1,82 @@
+// Memory that outlives the call that filled it: outputs, staging, whatever a Buffer shows. A block knows the
+// work that still uses it, so it may be dropped and taken again with that work in flight.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "headrace/device.h"
+
+namespace headrace {
+
+class Ring;
+
+// Thread-safe. Ownership: a shared_ptr<Block> keeps the memory; the last one gives it back to its ring.
+class HEADRACE_API Block {
+ public:
+  ~Block();
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  void* data() const { return data_; }
+  size_t capacity() const { return capacity_; }
+  // Null for host memory that no device knows.
+  const DeviceRef& device() const { return device_; }
+
+  // `event` comes after work that writes (or only reads) the block.
+  void used(EventRef event, bool write);
+  // Orders `stream` behind the writer; behind the readers too if the work to come writes.
+  Status order(StreamHandle stream, bool write);
+  // Waits on the host for the writer (and the readers, if the host is going to write). Host blocks: at once.
+  Status wait(bool write);
+
+ private:
+  friend class Ring;
+  Block(DeviceRef device, void* data, size_t capacity);
+  std::vector<EventRef> events(bool write) const;
+  DeviceRef device_;
+  void* data_;
+  size_t capacity_;
+  mutable std::mutex mutex_;
+  EventRef writer_;
+  std::vector<EventRef> readers_;
+};
+using BlockRef = std::shared_ptr<Block>;
+
+// A cache of blocks on one device (null: host memory). A block that was dropped waits here for the next
+// taker; the ring itself lives until its last block is gone.
+class HEADRACE_API Ring : public std::enable_shared_from_this<Ring> {
+ public:
+  explicit Ring(DeviceRef device) : device_(std::move(device)) {}
+  ~Ring();
+  // At least `nbytes`, 64-byte aligned, ordered on `stream` behind whatever used the memory before. The ring
+  // allocates when none waits. kOutOfDeviceMemory.
+  Result<BlockRef> take(size_t nbytes, StreamHandle stream);
+  // Bytes of all blocks, in use or waiting.
+  size_t nbytes() const;
+  // Gives back the blocks that wait.
+  void trim();
+
+ private:
+  void give(Block* block);
+  static constexpr size_t kMaxWaiting = 16;  // a caller who keeps 1,000 outputs and drops them gets most back
+  DeviceRef device_;
+  mutable std::mutex mutex_;
+  std::vector<Block*> waiting_;
+  size_t nbytes_ = 0;
+};
+
+// Events that can be recorded again once nobody looks at them: a steady-state call creates none.
+class HEADRACE_API EventPool {
+ public:
+  Result<EventRef> take(Device& device);
+
+ private:
+  std::mutex mutex_;
+  std::vector<EventRef> events_;
+  size_t next_ = 0;
+};
+
+}  // namespace headrace

@@ -1,0 +1,25 @@
+// The engine's one allocator for its CUDA slot, ours: memory and copies go to the device that the thread is
+// bound to, on the stream of the call.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "headrace/device_guard.h"
+
+namespace headrace {
+
+// What one execute tells the allocator and the delegates, and what they tell it back.
+struct CallContext {
+  std::vector<const void*> host_inputs;   // memory of inputs that lie on the host
+  std::vector<const void*> host_outputs;  // memory of outputs on the host that no later instruction reads
+  bool staged_in = false;                 // an input went from the host to the device
+  bool staged_out = false;                // an output comes from the device to the host
+  bool host_reads = false;  // device work reads planned host memory, and may still run afterwards
+  Status failure;           // why a copy or a delegate failed, in full
+};
+
+// Registers the allocator with the engine. kEngine: somebody else's is there.
+Status register_allocator();
+
+}  // namespace headrace

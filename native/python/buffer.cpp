@@ -1,0 +1,226 @@
+// headrace.Buffer: memory with a dtype and a shape, on a device.
+#define NO_IMPORT_ARRAY
+#include <cstring>
+
+#include "python/objects.h"
+
+namespace headrace {
+
+namespace {
+
+// DLPack's capsule for a Buffer: shape and strides live beside the reference to the block.
+struct Exported {
+  dl::ManagedTensor managed;
+  BlockRef block;
+  int64_t shape[kMaxDims], strides[kMaxDims];
+};
+
+// Whether the host may touch the memory now: it always may where memory is the host's, and on a simulated
+// device inside a host function alone, which is where that device's work runs.
+bool host_may_touch(const Buffer& buffer) {
+  return buffer.device == nullptr || buffer.device->device->backend() == Backend::kCpu || in_host_function();
+}
+
+std::string device_text(const Buffer& buffer) {
+  return buffer.device ? buffer.device->device->name() : "cpu";
+}
+
+dl::Device dlpack_device(const Buffer& buffer) {
+  if (buffer.device == nullptr) return {dl::kCpu, 0};
+  const Device& device = *buffer.device->device;
+  switch (device.backend()) {
+    case Backend::kCpu:
+      return {dl::kCpu, 0};
+    case Backend::kCuda:
+      return {dl::kCuda, device.ordinal()};
+    // No library knows this device, so none reads its memory before the work is done.
+    case Backend::kSim:
+      return {dl::kExtension, device.ordinal()};
+  }
+  return {dl::kExtension, 0};
+}
+
+// Makes the consumer's stream wait for the writer, as DLPack's `stream` argument asks; -1 asks for nothing.
+void hand_over(const Buffer& buffer, nb::handle stream) {
+  if (!buffer.block || host_may_touch(buffer)) return;
+  int64_t handle = stream.is_none() ? static_cast<int64_t>(kLegacyStream) : nb::cast<int64_t>(stream);
+  if (handle == -1) return;
+  if (handle <= 0) {
+    raise(Status(ErrorCode::kInput,
+                 "Buffer.__dlpack__: expected a stream of 1, 2 or an address, or -1 for none, got " +
+                     std::to_string(handle) + " (DLPack forbids 0)"));
+  }
+  check(buffer.block->order(static_cast<StreamHandle>(handle), false));
+}
+
+nb::object to_dlpack(const Buffer& buffer, nb::handle stream, nb::handle, nb::handle device, nb::handle) {
+  if (!buffer.block && buffer.device) {
+    raise(Status(ErrorCode::kInput,
+                 "Buffer.__dlpack__: expected memory of its own, got memory lent for a call"));
+  }
+  dl::Device here = dlpack_device(buffer);
+  if (!device.is_none()) {
+    auto wanted = nb::cast<std::pair<int, int>>(device);
+    if (wanted.first != here.type || wanted.second != here.id) {
+      raise(Status(ErrorCode::kInput, "Buffer.__dlpack__: expected its own device " + device_text(buffer) +
+                                          ", got DLPack device type " + std::to_string(wanted.first)));
+    }
+  }
+  hand_over(buffer, stream);
+  auto* out = new Exported();
+  out->block = buffer.block;
+  for (size_t d = 0; d < kMaxDims; ++d) {
+    out->shape[d] = buffer.view.sizes[d];
+    out->strides[d] = buffer.view.strides_bytes[d] / static_cast<int64_t>(itemsize(buffer.view.dtype));
+  }
+  out->managed = {
+      {buffer.view.data, here, buffer.view.ndim, dlpack_type(buffer.view.dtype), out->shape, out->strides, 0},
+      out,
+      [](dl::ManagedTensor* m) { delete static_cast<Exported*>(m->owner); }};
+  PyObject* capsule = PyCapsule_New(&out->managed, "dltensor", [](PyObject* o) {
+    // A consumer renames the capsule and frees the tensor itself.
+    if (!PyCapsule_IsValid(o, "dltensor")) return;
+    auto* managed = static_cast<dl::ManagedTensor*>(PyCapsule_GetPointer(o, "dltensor"));
+    managed->deleter(managed);
+  });
+  if (capsule == nullptr) {
+    delete out;
+    nb::raise_python_error();
+  }
+  return nb::steal(capsule);
+}
+
+nb::tuple tuple_of(const std::array<int64_t, kMaxDims>& values, int count, int64_t divisor) {
+  nb::list out;
+  for (int i = 0; i < count; ++i) out.append(values[static_cast<size_t>(i)] / divisor);
+  return nb::tuple(out);
+}
+
+// The memory as a host view: its own where the host may touch it, else a copy that is complete.
+std::pair<TensorView, nb::object> on_host(const Buffer& buffer) {
+  if (host_may_touch(buffer)) {
+    nb::object owner = buffer.block ? block_owner(buffer.block) : nb::object(nb::none());
+    return {buffer.view, owner};
+  }
+  if (!buffer.block) {
+    raise(Status(ErrorCode::kInput,
+                 "Buffer.numpy: expected to be inside stream.call, where the device's work runs, got "
+                 "memory of " +
+                     device_text(buffer) + " that a running call lent"));
+  }
+  Device& device = *buffer.device->device;
+  size_t nbytes = buffer.view.nbytes();
+  auto host = std::make_shared<Ring>(nullptr)->take(nbytes, kPerThreadStream);
+  check(host.status());
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    // The event of the last writer, and nothing else that the device may be doing.
+    status = (*buffer.block).wait(false);
+    if (status.ok() && nbytes != 0) {
+      status = device.copy((*host)->data(), buffer.view.data, nbytes, kPerThreadStream);
+      if (status.ok()) status = device.synchronize(kPerThreadStream);
+    }
+  }
+  check(status);
+  TensorView view = buffer.view;
+  view.data = (*host)->data();
+  view.device = {};
+  return {view, block_owner(std::move(*host))};
+}
+
+nb::object to_numpy(const Buffer& buffer) {
+  if (numpy_type(buffer.view.dtype) < 0) {
+    raise(Status(ErrorCode::kInput,
+                 "Buffer.numpy: expected a dtype that NumPy has, got " + dtype_name(buffer.view.dtype) +
+                     "; call .float32() for a converted copy, or pass the buffer on by DLPack"));
+  }
+  auto [view, owner] = on_host(buffer);
+  return numpy_view(view, owner);
+}
+
+nb::object to_float32(const Buffer& buffer) {
+  if (buffer.view.dtype != DType::kBFloat16) return to_numpy(buffer).attr("astype")("float32");
+  auto [bits, owner] = on_host(buffer);
+  bits.dtype = DType::kUInt16;
+  // bfloat16 is the upper half of a float32.
+  nb::object wide = numpy_view(bits, owner).attr("astype")("uint32");
+  return wide.attr("__lshift__")(16).attr("view")("float32");
+}
+
+// Rounds to nearest, ties to even; NaN stays NaN.
+uint16_t round_bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (value != value) return static_cast<uint16_t>(bits >> 16 | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+Buffer from_float32(nb::handle array) {
+  nb::object dense = nb::module_::import_("numpy").attr("ascontiguousarray")(array, "float32"), keep;
+  Value value = to_value(dense, Value::Kind::kTensor, keep, "Buffer.from_float32", "argument", 0);
+  Buffer out;
+  out.view = value.tensor;
+  out.view.dtype = DType::kBFloat16;
+  for (int64_t& stride : out.view.strides_bytes) stride /= 2;
+  auto block = std::make_shared<Ring>(nullptr)->take(out.view.nbytes(), kPerThreadStream);
+  check(block.status());
+  out.block = std::move(*block);
+  out.view.data = out.block->data();
+  const auto* from = static_cast<const float*>(value.tensor.data);
+  for (int64_t i = 0; i < out.view.numel(); ++i)
+    static_cast<uint16_t*>(out.view.data)[i] = round_bfloat16(from[i]);
+  return out;
+}
+
+}  // namespace
+
+nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device) {
+  return nb::cast(Buffer{view, nullptr, device});
+}
+
+void bind_buffer(nb::module_& m) {
+  nb::class_<Buffer>(
+      m, "Buffer",
+      "Memory with a dtype, a shape and strides (in elements), on a device. It knows the event of its last "
+      "writer: reading it on the host waits for that event alone.")
+      .def_prop_ro(
+          "dtype", [](const Buffer& b) { return dtype_name(b.view.dtype); },
+          "Such as 'float32' or 'bfloat16'.")
+      .def_prop_ro("shape", [](const Buffer& b) { return tuple_of(b.view.sizes, b.view.ndim, 1); })
+      .def_prop_ro(
+          "strides",
+          [](const Buffer& b) {
+            return tuple_of(b.view.strides_bytes, b.view.ndim, static_cast<int64_t>(itemsize(b.view.dtype)));
+          },
+          "In elements.")
+      .def_prop_ro("nbytes", [](const Buffer& b) { return b.view.nbytes(); })
+      .def_prop_ro("device",
+                   [](const Buffer& b) { return b.device ? b.device : device_object(cpu_device()); })
+      .def_prop_ro(
+          "address", [](const Buffer& b) { return reinterpret_cast<uintptr_t>(b.view.data); },
+          "Where the memory starts, as the device counts.")
+      .def("numpy", &to_numpy,
+           "A NumPy array: a view of host memory, a copy of device memory. Waits for the last writer of "
+           "device memory.\n\n"
+           "Raises InputError for a dtype that NumPy lacks, and for memory lent by a running call outside "
+           "stream.call.")
+      .def("float32", &to_float32,
+           "A float32 copy as a NumPy array, exact for bfloat16. Waits as numpy() does.")
+      .def_static("from_float32", &from_float32, nb::arg("array"),
+                  "A bfloat16 Buffer on the host, rounded to nearest even from an array of float32.")
+      .def("__dlpack__", &to_dlpack, nb::kw_only(), nb::arg("stream") = nb::none(),
+           nb::arg("max_version") = nb::none(), nb::arg("dl_device") = nb::none(),
+           nb::arg("copy") = nb::none(),
+           "DLPack: makes the consumer's stream wait for the last writer; does not wait on the host.")
+      .def("__dlpack_device__",
+           [](const Buffer& b) {
+             dl::Device device = dlpack_device(b);
+             return nb::make_tuple(device.type, device.id);
+           })
+      .def("__repr__", [](const Buffer& b) {
+        return "<headrace.Buffer " + describe(b.view) + " on " + device_text(b) + ">";
+      });
+}
+
+}  // namespace headrace

@@ -1,0 +1,248 @@
+// Delegates written in Python: one native backend for each name, which finds the class behind it at each
+// load.
+#include <executorch/runtime/backend/interface.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+
+#include "program/allocator.h"
+#include "program/engine.h"
+#include "program/islands.h"
+#include "python/objects.h"
+
+namespace headrace {
+
+namespace et = executorch::runtime;
+
+namespace {
+
+// One delegate of one method: what the engine hands back at each call.
+struct Loaded {
+  PyObject* object;  // owned, or leaked with the interpreter
+  std::string name, method;
+  int num_inputs;
+  int island;
+  bool requires_device;
+};
+
+TensorView view_of(const executorch::aten::Tensor& t) {
+  TensorView view;
+  view.data = t.mutable_data_ptr();
+  view.dtype = static_cast<DType>(t.scalar_type());
+  view.ndim = static_cast<int>(t.dim());
+  auto width = static_cast<int64_t>(itemsize(view.dtype));
+  for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d) {
+    view.sizes[d] = t.sizes()[d];
+    view.strides_bytes[d] = t.strides()[d] * width;
+  }
+  return view;
+}
+
+Status failure(const Loaded& loaded, ErrorCode code, const std::string& what) {
+  Status status(code, loaded.method + ", instruction " + std::to_string(loaded.island) + ", delegate '" +
+                          loaded.name + "': " + what);
+  status.delegate = loaded.name;
+  status.method = loaded.method;
+  status.island = loaded.island;
+  return status;
+}
+
+// The engine carries a code; the Status goes beside it, for the frame that called the engine.
+void tell(Status status) {
+  const DeviceGuard* bound = DeviceGuard::current();
+  if (bound != nullptr && bound->call() != nullptr && bound->call()->failure.ok())
+    bound->call()->failure = std::move(status);
+}
+
+class PyBackend final : public et::BackendInterface {
+ public:
+  explicit PyBackend(std::string name) : name_(std::move(name)) {}
+  PyObject* cls = nullptr;  // owned; exchanged when the name is defined anew
+
+  bool is_available() const override { return true; }
+
+  et::Result<et::DelegateHandle*> init(et::BackendInitContext& context, et::FreeableBuffer* payload,
+                                       et::ArrayRef<et::CompileSpec> specs) const override {
+    auto loaded = std::make_unique<Loaded>();
+    loaded->name = name_;
+    loaded->method = context.get_method_name() ? context.get_method_name() : "";
+    const IslandPlan* island = claim_island(name_, payload->data());
+    loaded->island = island ? island->instruction : -1;
+    loaded->num_inputs = island ? island->num_inputs : -1;
+    if (loaded->num_inputs < 0) {
+      tell(failure(*loaded, ErrorCode::kProgram,
+                   "expected to know where its inputs end, got a plan that does not say it; export it with "
+                   "the compile "
+                   "spec 'headrace.inputs'"));
+      return et::Error::InvalidProgram;
+    }
+    if (!load(*loaded, context, *payload, specs)) return et::Error::DelegateInvalidCompatibility;
+    payload->Free();
+    return reinterpret_cast<et::DelegateHandle*>(loaded.release());
+  }
+
+  et::Error execute(et::BackendExecutionContext&, et::DelegateHandle* handle,
+                    et::Span<et::EValue*> args) const override {
+    const auto& loaded = *reinterpret_cast<Loaded*>(handle);
+    const DeviceGuard* bound = DeviceGuard::current();
+    if (bound == nullptr) return et::Error::InvalidState;
+    nb::gil_scoped_acquire gil;
+    try {
+      return run(loaded, *bound, args);
+    } catch (nb::python_error& e) {
+      park_exception(e);
+      tell(failure(loaded, ErrorCode::kDelegate,
+                   std::string("run() raised ") + Py_TYPE(e.value().ptr())->tp_name + ": " +
+                       nb::cast<std::string>(nb::str(e.value()))));
+      return et::Error::DelegateInvalidHandle;
+    }
+  }
+
+  void destroy(et::DelegateHandle* handle) const override {
+    std::unique_ptr<Loaded> loaded(reinterpret_cast<Loaded*>(handle));
+    if (!loaded || !nb::is_alive() || !Py_IsInitialized()) return;
+    nb::gil_scoped_acquire gil;
+    nb::error_scope keep;  // often inside a dealloc with an exception in flight
+    Py_DECREF(loaded->object);
+  }
+
+ private:
+  bool load(Loaded& loaded, et::BackendInitContext& context, const et::FreeableBuffer& payload,
+            et::ArrayRef<et::CompileSpec> specs) const {
+    nb::gil_scoped_acquire gil;
+    try {
+      nb::dict spec_dict, options;
+      for (const auto& spec : specs) {
+        spec_dict[spec.key] = nb::bytes(static_cast<const char*>(spec.value.buffer), spec.value.nbytes);
+      }
+      for (const auto& option : context.runtime_specs()) {
+        if (const auto* flag = std::get_if<bool>(&option.value)) {
+          options[option.key] = *flag;
+        } else if (const auto* number = std::get_if<int>(&option.value)) {
+          options[option.key] = *number;
+        } else {
+          options[option.key] = std::get<2>(option.value).data();
+        }
+      }
+      // The map lives as long as this call: what a delegate wants of it, it reads while it loads.
+      auto open = std::make_shared<bool>(true);
+      nb::object named =
+          nb::cpp_function([map = context.get_named_data_map(), open](const std::string& key) -> nb::object {
+            if (!*open) throw nb::value_error("named data can be read while a delegate loads, not later");
+            if (map == nullptr) throw nb::key_error(key.c_str());
+            auto data = map->get_data(key);
+            if (!data.ok()) throw nb::key_error(key.c_str());
+            return nb::bytes(static_cast<const char*>(data->data()), data->size());
+          });
+      DeviceRef device = DeviceGuard::current() ? DeviceGuard::current()->device() : cpu_device();
+      nb::module_ module = nb::module_::import_("headrace.delegate");
+      nb::object told = module.attr("Context")(loaded.method, loaded.island, loaded.num_inputs, spec_dict,
+                                               options, device_object(device), named);
+      nb::object made = nb::handle(cls)();
+      made.attr("load")(nb::bytes(static_cast<const char*>(payload.data()), payload.size()), told);
+      *open = false;
+      loaded.requires_device = nb::cast<bool>(made.attr("requires_device"));
+      loaded.object = made.release().ptr();
+      return true;
+    } catch (nb::python_error& e) {
+      park_exception(e);
+      tell(failure(loaded, ErrorCode::kDelegate,
+                   std::string("load() raised ") + Py_TYPE(e.value().ptr())->tp_name + ": " +
+                       nb::cast<std::string>(nb::str(e.value()))));
+    } catch (const std::exception& e) {
+      tell(failure(loaded, ErrorCode::kDelegate, std::string("load() failed: ") + e.what()));
+    }
+    return false;
+  }
+
+  static et::Error run(const Loaded& loaded, const DeviceGuard& bound, et::Span<et::EValue*> args) {
+    // A list of tensors cannot be an argument of a delegate; numbers and None pass as they are.
+    bool any_host = false, any_device = false;
+    for (et::EValue* arg : args) {
+      if (!arg->isTensor()) continue;
+      bool host = arg->toTensor().unsafeGetTensorImpl()->device_type() == et::etensor::DeviceType::CPU;
+      (host ? any_host : any_device) = true;
+    }
+    if (any_host && any_device) {
+      tell(failure(loaded, ErrorCode::kDelegate,
+                   "expected its tensors on one device, got some on cpu and some on " +
+                       bound.device()->name() + "; export it with one target_device"));
+      return et::Error::InvalidArgument;
+    }
+    if (loaded.requires_device && any_host) {
+      tell(failure(loaded, ErrorCode::kDelegate,
+                   "expected device memory, got host memory; export the program with "
+                   "target_device for this delegate"));
+      return et::Error::InvalidArgument;
+    }
+    // Work on host memory must be done before the engine's next instruction reads it.
+    DeviceRef device = any_device ? bound.device() : cpu_device();
+    PyDeviceRef shown = device_object(device);
+    auto stream = std::make_shared<PyStream>();
+    stream->device = shown;
+    stream->handle = any_device ? bound.stream() : kPerThreadStream;
+    auto count = static_cast<size_t>(loaded.num_inputs);
+    nb::object sides[2] = {
+        nb::steal(PyTuple_New(static_cast<Py_ssize_t>(std::min(count, args.size())))),
+        nb::steal(PyTuple_New(static_cast<Py_ssize_t>(args.size() - std::min(count, args.size()))))};
+    for (size_t i = 0; i < args.size(); ++i) {
+      bool out = i >= count;
+      nb::object item;
+      if (args[i]->isTensor()) {
+        item = lend_buffer(view_of(args[i]->toTensor()), shown);
+      } else if (args[i]->isInt()) {
+        item = nb::int_(args[i]->toInt());
+      } else if (args[i]->isDouble()) {
+        item = nb::float_(args[i]->toDouble());
+      } else if (args[i]->isBool()) {
+        item = nb::bool_(args[i]->toBool());
+      } else {
+        item = nb::none();
+      }
+      PyTuple_SET_ITEM(sides[out].ptr(), static_cast<Py_ssize_t>(out ? i - count : i), item.release().ptr());
+    }
+    nb::handle(loaded.object).attr("run")(sides[0], sides[1], nb::cast(stream));
+    return et::Error::Ok;
+  }
+
+  std::string name_;
+};
+
+// The engine never forgets a backend, so neither do we.
+std::map<std::string, PyBackend*>& backends() {
+  static auto* b = new std::map<std::string, PyBackend*>();
+  return *b;
+}
+
+void define(const std::string& name, nb::object cls, bool payload_is_code) {
+  auto at = backends().find(name);
+  if (at == backends().end()) {
+    if (et::get_backend_class(name.c_str()) != nullptr) {
+      raise(Status(
+          ErrorCode::kEngine,
+          "delegate '" + name + "': expected a name that is free, got one that a native delegate has"));
+    }
+    auto* backend = new PyBackend(name);
+    // The engine keeps the pointer to the name; the key of the map stays where it is.
+    at = backends().emplace(name, backend).first;
+    et::Error error = et::register_backend({at->first.c_str(), backend});
+    if (error != et::Error::Ok) {
+      backends().erase(at);
+      delete backend;
+      raise(Status(ErrorCode::kEngine, "delegate '" + name +
+                                           "': expected a free slot among the engine's 16 delegates, got " +
+                                           et::to_string(error) + "; define fewer names"));
+    }
+  }
+  Py_XDECREF(std::exchange(at->second->cls, cls.release().ptr()));
+  set_payload_is_code(name, payload_is_code);
+}
+
+}  // namespace
+
+void bind_delegates(nb::module_& m) {
+  m.def("define_delegate", &define, nb::arg("name"), nb::arg("cls"), nb::arg("payload_is_code"));
+}
+
+}  // namespace headrace

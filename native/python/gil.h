@@ -1,0 +1,37 @@
+// The GIL, given up around the engine's work and taken back.
+#pragma once
+
+#include <Python.h>
+#include <cxxabi.h>
+
+#include "program/exit.h"
+
+namespace headrace {
+
+// Calls a CPython function that waits for the GIL. Once the interpreter ends, CPython (before 3.14) ends
+// the waiting thread in there by pthread_exit, whose unwinding would meet a noexcept frame, nanobind's or
+// ours, and end the process by std::terminate. Such a thread has nothing left to do: it is parked instead.
+template <class Wait>
+void wait_for_gil(Wait wait) {
+  try {
+    wait();
+  } catch (abi::__forced_unwind&) {
+    park();
+  }
+}
+
+// Gives the GIL up while it lives.
+class GilRelease {
+ public:
+  GilRelease() : state_(PyEval_SaveThread()) {}
+  ~GilRelease() {
+    wait_for_gil([this] { PyEval_RestoreThread(state_); });
+  }
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+}  // namespace headrace

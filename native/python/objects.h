@@ -1,0 +1,67 @@
+// The Python objects over the seam: Device, Stream, Event, Partition, Buffer. What they mean is told by the
+// stubs and docs of headrace.device; here they are converted and forwarded.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+
+#include "headrace/block.h"
+#include "headrace/device.h"
+#include "python/arrays.h"
+
+namespace headrace {
+
+// A device as Python sees it: one object for one device for as long as somebody holds it.
+struct PyDevice {
+  DeviceRef device;
+  std::shared_ptr<Ring> ring;
+  EventPool events;
+};
+using PyDeviceRef = std::shared_ptr<PyDevice>;
+PyDeviceRef device_object(const DeviceRef& device);
+
+struct PyStream {
+  PyDeviceRef device;
+  StreamHandle handle = kPerThreadStream;
+  bool owned = false;
+  bool closed = false;
+  PartitionRef partition;
+  nb::object keep;  // the foreign object that the handle came from
+  ~PyStream();
+};
+using PyStreamRef = std::shared_ptr<PyStream>;
+
+struct PyEvent {
+  PyDeviceRef device;
+  EventRef event;
+};
+
+struct PyPartition {
+  PyDeviceRef device;
+  PartitionRef partition;
+};
+
+// A Python object that C++ keeps, from any thread, and lets go of with the interpreter's lock or not at all.
+std::shared_ptr<void> hold(nb::object object);
+
+// A stream argument: a Stream, anything with __cuda_stream__, or an int together with a device.
+struct StreamChoice {
+  StreamHandle handle = kPerThreadStream;
+  int32_t device = -1;
+};
+StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* where);
+
+// Memory that a call lends to a delegate: no block, valid while the call's work runs.
+nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device);
+
+// Keeps the Python exception in flight as the cause of the Status that the same thread raises next.
+void park_exception(nb::python_error& error);
+
+void bind_objects(nb::module_& m);
+void bind_buffer(nb::module_& m);
+void bind_delegates(nb::module_& m);
+
+}  // namespace headrace

@@ -1,0 +1,114 @@
+"""Devices, streams, events, partitions and buffers, and the thread's selected stream.
+
+sim = headrace.device("sim", schedule="late")
+stream = sim.stream()
+with headrace.caller_stream(stream):
+    outputs = method(x)              # on that stream, with every delegate
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from .engine import core
+from .errors import DeviceError, OptionError
+
+__all__ = ["Buffer", "Device", "Event", "Partition", "Stream", "caller_stream", "current_stream", "device"]
+
+Device = core.Device
+Stream = core.Stream
+Event = core.Event
+Partition = core.Partition
+Buffer = core.Buffer
+
+
+def device(
+    name: str = "cpu",
+    *,
+    schedule: str | int = "eager",
+    sms: int = 132,
+    memory_nbytes: int = 1 << 30,
+) -> Any:
+    """A device by name: ``"cpu"``, ``"sim"`` or ``"sim:1"``, ``"cuda:0"``.
+
+    ``cpu`` is plain host memory and synchronous. ``sim`` simulates a CUDA device deterministically, by CUDA's
+    rules of order; each call makes a new one, with memory and streams of its own.
+
+    Args:
+        schedule: (sim) when work runs. ``"eager"``: at once. ``"late"``: only when a wait demands it, and no more
+            than it demands. A seed: a random legal interleaving, the same for one order of submission.
+        sms: (sim) how many multiprocessors it pretends to have.
+        memory_nbytes: (sim) how much memory it has.
+
+    Raises:
+        OptionError: an unknown name or knob.
+        DeviceError: there is no such device here.
+    """
+    kind, _, number = name.partition(":")
+    if (number and not number.isdecimal()) or (kind == "cpu" and number):
+        raise OptionError(f"device: expected 'cpu', 'sim', 'sim:N' or 'cuda:N', got {name!r}")
+    ordinal = int(number or 0)
+    if kind == "cpu":
+        return core.cpu()
+    if kind == "cuda":
+        raise DeviceError(
+            f"{name}: expected an NVIDIA driver, got none that this version can use", device=name
+        )
+    if kind != "sim":
+        raise OptionError(f"device: expected 'cpu', 'sim', 'sim:N' or 'cuda:N', got {name!r}")
+    if isinstance(schedule, bool) or (not isinstance(schedule, int) and schedule not in ("eager", "late")):
+        raise OptionError(f"schedule: expected 'eager', 'late' or a seed, got {schedule!r}")
+    if sms < 1 or memory_nbytes < 1:
+        raise OptionError(
+            f"{name}: expected sms and memory_nbytes of 1 or more, got {sms} and {memory_nbytes}"
+        )
+    seeded = isinstance(schedule, int)
+    return core.sim(
+        "seed" if seeded else schedule, schedule % (1 << 64) if seeded else 0, ordinal, sms, memory_nbytes
+    )
+
+
+class caller_stream:  # reads as a verb where it is used
+    """Select a stream for the calling thread, for the length of a ``with`` block.
+
+    Every delegate of every program that the thread runs then works on it, and calls may return with their work in
+    flight. Blocks nest; the former selection is back on every way out.
+
+    Args:
+        stream: a `Stream`, anything with ``__cuda_stream__`` (cuda.core, CuPy, PyTorch), or an int handle together
+            with ``device``. 0 and 1 are the legacy stream, 2 the per-thread one.
+        device: the device of an int handle.
+
+    Raises:
+        InputError: not a stream, an int without a device, or a stream that was closed.
+    """
+
+    def __init__(self, stream: Any, device: Any = None) -> None:
+        self._stream = stream
+        self._device = device
+        self._former: list[tuple[int, int, int]] = []
+
+    def __enter__(self) -> Any:
+        self._former.append(core.select(self._stream, self._device))
+        return self._stream
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        core.restore(*self._former.pop())
+
+
+def current_stream() -> Any:
+    """The calling thread's selected stream as a `Stream`, or None where nothing is selected.
+
+    Raises:
+        DeviceError: it was selected by C++ code that did not say the device.
+    """
+    handle, owner, selected = core.selection()
+    if not selected:
+        return None
+    found = core.device_by_id(owner)
+    if found is None:
+        raise DeviceError(f"current_stream: expected a stream whose device is known, got handle {handle:#x}")
+    return core.stream_on(found, handle)

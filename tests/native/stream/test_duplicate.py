@@ -1,0 +1,183 @@
+"""Another copy of the library in the process is found, and both files are named (CS3)."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.native import compiler
+from tests.native.stream.conftest import SHARED, Run
+
+Copy = Callable[..., Path]
+
+DEPENDS = """
+#include <headrace/caller_stream.h>
+extern "C" __attribute__((visibility("default"))) headrace_selection (*where())() { return headrace_get_selection; }
+extern "C" __attribute__((visibility("default"))) int32_t theirs() {
+  const auto now = headrace::caller_stream();
+  return now ? static_cast<int32_t>(reinterpret_cast<intptr_t>(*now)) : -1;
+}
+"""
+# Takes the address of an exported function, which a program that is not position-independent answers itself.
+PROGRAM = """
+#include <cstdio>
+#include <headrace/caller_stream.h>
+int main() {
+  static int32_t (*volatile abi)() = headrace_stream_abi;
+  char ours[4096] = "", other[4096] = "";
+  const int count = headrace_find_duplicate(ours, sizeof ours, other, sizeof other);
+  std::printf("%d %d\\n%s\\n%s\\n", abi(), count, ours, other);
+}
+"""
+
+
+def test_one_copy_is_no_duplicate(child: Run, built: Path) -> None:
+    child(
+        """
+        stream = Stream(library)
+        assert stream.duplicates() == (0, library, "") or stream.duplicates() == (0, "", "")
+        assert Stream(library).duplicates()[0] == 0
+        """,
+        library=built,
+    )
+
+
+@pytest.mark.parametrize("name", ["elsewhere/libheadrace_stream.so", "renamed.so", "libheadrace_stream.so.1"])
+@pytest.mark.parametrize("mode", ["RTLD_LOCAL", "RTLD_GLOBAL"])
+def test_a_copy_is_found_from_both_sides(child: Run, built: Path, copy: Copy, name: str, mode: str) -> None:
+    child(
+        """
+        first = Stream(library, getattr(ctypes, mode))
+        assert first.duplicates()[0] == 0           # and this answer is remembered until something is loaded
+        second = Stream(other, getattr(ctypes, mode))
+        for _ in range(2):
+            assert first.duplicates() == (1, library, other)
+            assert second.duplicates() == (1, other, library)
+        """,
+        library=built,
+        other=copy(built, name),
+        mode=mode,
+    )
+
+
+def test_a_third_copy_counts(child: Run, built: Path, copy: Copy) -> None:
+    child(
+        """
+        first, *others = (Stream(path) for path in (library, second, third))
+        assert first.duplicates() == (2, library, second)
+        assert [other.duplicates() for other in others] == [(2, second, library), (2, third, library)]
+        """,
+        library=built,
+        second=copy(built, "2.so"),
+        third=copy(built, "3.so"),
+    )
+
+
+def test_a_copy_that_is_gone_is_no_duplicate(child: Run, built: Path, copy: Copy) -> None:
+    child(
+        """
+        first, second = Stream(library), ctypes.CDLL(other)
+        assert first.duplicates()[0] == 1
+        import _ctypes
+        _ctypes.dlclose(second._handle)
+        assert not is_mapped(other)
+        assert first.duplicates()[0] == 0
+        Stream(other)
+        assert first.duplicates() == (1, library, other)
+        """,
+        library=built,
+        other=copy(built, "other.so"),
+    )
+
+
+def test_another_name_of_the_same_file_is_no_copy(child: Run, built: Path, tmp_path: Path) -> None:
+    (tmp_path / "link.so").symlink_to(built)
+    child(
+        """
+        first, second = Stream(library), Stream(link)
+        first.exchange(0x70)
+        assert second.get() == (0x70, -1)
+        assert first.duplicates()[0] == 0
+        """,
+        library=built,
+        link=tmp_path / "link.so",
+    )
+
+
+@pytest.mark.parametrize("hashes", ["gnu", "sysv", "both"])
+def test_a_copy_inside_another_library_is_found(
+    child: Run, built: Path, objects: list[Path], tmp_path: Path, hashes: str
+) -> None:
+    other = tmp_path / "libdelegate.so"
+    compiler.build("-shared", f"-Wl,--hash-style={hashes}", *objects, "-o", other, "-ldl")
+    child(
+        """
+        first = Stream(library)
+        ctypes.CDLL(other)
+        assert first.duplicates() == (1, library, other)
+        """,
+        library=built,
+        other=other,
+    )
+
+
+def test_a_copy_inside_the_program_is_found(built: Path, objects: list[Path], tmp_path: Path) -> None:
+    program, source = tmp_path / "program", tmp_path / "program.cpp"
+    loads = "int main(int, char** arguments) {\n  if (dlopen(arguments[1], RTLD_NOW) == nullptr) return 1;"
+    source.write_text("#include <dlfcn.h>\n" + PROGRAM.replace("int main() {", loads))
+    compiler.build("-std=c++20", "-I", compiler.INCLUDE, source, *objects, "-rdynamic", "-o", program, "-ldl")
+    done = subprocess.run([program, built], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["1 1", str(program), str(built)]
+
+
+def test_libraries_that_depend_on_it_are_no_copies(child: Run, built: Path, tmp_path: Path) -> None:
+    (tmp_path / "delegate.cpp").write_text(DEPENDS)
+    for name in ("one", "two"):
+        include = ("-I", compiler.INCLUDE, f"-Wl,-rpath,{built.parent}")
+        compiler.build(
+            "-std=c++20", *SHARED, *include, tmp_path / "delegate.cpp", built, "-o", tmp_path / name
+        )
+    child(
+        """
+        one = ctypes.CDLL(one)
+        stream = Stream(library)
+        two = ctypes.CDLL(two)
+        stream.exchange(0x70)
+        assert one.theirs() == two.theirs() == 0x70
+        assert stream.duplicates()[0] == 0
+        """,
+        library=built,
+        one=tmp_path / "one",
+        two=tmp_path / "two",
+    )
+
+
+@pytest.mark.parametrize(
+    "kind", [("-fPIE", "-pie"), ("-fno-pie", "-no-pie"), ("-fno-pie", "-no-pie", "-rdynamic")]
+)
+def test_a_program_that_depends_on_it_is_no_copy(built: Path, tmp_path: Path, kind: tuple[str, ...]) -> None:
+    program, source = tmp_path / "program", tmp_path / "program.cpp"
+    source.write_text(PROGRAM)
+    include = ("-I", compiler.INCLUDE, f"-Wl,-rpath,{built.parent}")
+    compiler.build("-std=c++20", *kind, *include, source, built, "-o", program)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "1 0"
+
+
+def test_names_are_cut_to_the_room_there_is(child: Run, built: Path, copy: Copy) -> None:
+    child(
+        """
+        first, second = Stream(library), Stream(other)
+        assert first.duplicates(8) == (1, library[:7], other[:7])
+        assert first.duplicates(1) == (1, "", "")
+        assert first.duplicates(0) == (1, "", "")
+        assert first.library.headrace_find_duplicate(None, 0, None, 0) == 1
+        """,
+        library=built,
+        other=copy(built, "other.so"),
+    )

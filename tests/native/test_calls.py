@@ -1,0 +1,62 @@
+"""Calls of methods without Python: a program of its own, linked to the package's library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import programs
+
+HERE = Path(__file__).parent
+LIBRARIES = Path(sys.modules["headrace._core"].__file__ or "").parent / "lib"
+
+
+@pytest.fixture(scope="session")
+def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``test_calls.cpp``, compiled against the engine's headers that the build of the package laid out."""
+    engines = sorted(programs.ROOT.glob("build/*/engine/include"), key=lambda p: p.stat().st_mtime)
+    assert engines, "no headers of the engine in build: build the package here first"
+    target = tmp_path_factory.mktemp("native") / "test_calls"
+    command = [
+        *("c++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror"),
+        *("-isystem", engines[-1], "-isystem", engines[-1] / "executorch/runtime/core/portable_type/c10"),
+        *(
+            "-D",
+            "C10_USING_CUSTOM_GENERATED_MACROS",
+            "-D",
+            "ET_USE_THREADPOOL",
+            "-I",
+            programs.ROOT / "native/include",
+        ),
+        *(HERE / "test_calls.cpp", "-o", target, f"-L{LIBRARIES}", f"-Wl,-rpath,{LIBRARIES}"),
+        # The kernels only register themselves, so nothing here refers to them.
+        *("-lheadrace", "-lexecutorch", "-Wl,--no-as-needed", "-lexecutorch_kernels_optimized", "-pthread"),
+    ]
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+@pytest.mark.parametrize(
+    ("scenario", "program"),
+    [
+        ("turns", "not_there"),
+        ("overlap", "not_there"),
+        ("reentry", "not_there"),
+        ("failure", "not_there"),
+        ("refusal", "not_there"),
+        ("handles", "not_there"),
+        ("ending", "not_there"),
+        ("methods", "two_methods"),
+    ],
+)
+def test_calls(binary: Path, scenario: str, program: str) -> None:
+    """OR7: one call at a time in an instance, as many at a time as there are instances, methods apart.
+    OP3, OP4, DE5: a delegate that fails, refuses or is unavailable. LT3: handles, and the end of the process."""
+    done = subprocess.run(
+        [binary, scenario, programs.load(program).path], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,1 @@
+"""Programs small enough to be committed, with the script that made them: tests that need no export."""
