@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstring>
+#include <new>
 
 #include "headrace/caller_stream.h"
 #include "program/engine.h"
@@ -296,7 +297,7 @@ Status Instance::load_method() {
 
 // Loads the engine's method again over the same memory, so that what the program keeps between calls stays as
 // the torn call left it.
-Status Instance::mend() {
+Status Instance::mend() try {
   std::vector<std::vector<uint8_t>> kept;
   for (size_t b = 0; b < spans_.size(); ++b) {
     bool host = device_->backend() == Backend::kCpu || span_devices_[b].is_cpu();
@@ -308,6 +309,10 @@ Status Instance::mend() {
   for (size_t b = 0; b < kept.size(); ++b) std::copy(kept[b].begin(), kept[b].end(), spans_[b].begin());
   torn_ = !status.ok();
   return status;
+} catch (const std::bad_alloc&) {
+  return Status(ErrorCode::kOutOfDeviceMemory, plan_.name +
+                                                   ": expected memory to load the method again after a call "
+                                                   "that ended in its middle, got none; free memory");
 }
 
 // Host memory in the program's layout: the caller's own where it fits, else a copy.

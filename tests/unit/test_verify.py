@@ -555,8 +555,11 @@ def test_payload_node_on_a_value_that_is_none() -> None:
 
 
 def test_payload_key_that_no_file_has() -> None:
-    """The delegate reads through a null pointer where it is given no data files at all, so it always is."""
-    refused(seed("external_xnnpack").program, "the data files lack the keys '[0-9a-f]{64}'")
+    """The delegate reads through a null pointer where no data file was given at all."""
+    refused(
+        seed("external_xnnpack").program,
+        "the data files lack the keys '[0-9a-f]{64}', pass the .ptd files",
+    )
 
 
 def test_payload_of_another_kind() -> None:
