@@ -52,7 +52,7 @@ TEST(threads_that_hand_on_by_events_are_ordered) {
   check::on_every_schedule(
       [](SimDevice& device) {
         constexpr int kThreads = 4, kRounds = 25;
-        int64_t value = 0;
+        uint64_t value = 0;
         EventRef last;
         std::mutex mutex;
         std::condition_variable turn;
