@@ -15,7 +15,8 @@ Status threw(const std::string& device, const std::string& what) {
 }
 
 // glibc's unwinding has no object, and the reference that catches it is null.
-__attribute__((no_sanitize("null"))) Status guarded(const HostFunction& function, const std::string& device) {
+__attribute__((noinline, no_sanitize("undefined"))) Status guarded(const HostFunction& function,
+                                                                   const std::string& device) {
   try {
     return function();
   } catch (abi::__forced_unwind&) {

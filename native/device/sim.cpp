@@ -266,8 +266,7 @@ Status Sim::do_synchronize(StreamHandle handle) {
 Status Sim::do_synchronize() {
   Guard guard(mutex_);
   if (Status status = begin("synchronize_device"); !status.ok()) return status;
-  if (Status status = captures_.check_unsafe("synchronize_device", this_thread()); !status.ok())
-    return status;
+  if (Status status = captures_.check_device_wide("synchronize_device"); !status.ok()) return status;
   schedule_.demand(guard, schedule_.everything());
   return schedule_.tell_all();
 }
