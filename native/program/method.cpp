@@ -356,7 +356,6 @@ Status Instance::stage_in(size_t i, const TensorView& view, Call& call, void*& d
   data = (*block)->data();
   call.writes.push_back(std::move(*block));
   call.context.staged_in = true;
-  thread_counts().bytes_to_device += static_cast<int64_t>(nbytes);
   return nbytes == 0 ? Status() : device_->copy(data, from, nbytes, call.settled.stream);
 }
 
@@ -374,7 +373,6 @@ Status Instance::stage_out(size_t i, const Value& value, Call& call, void*& data
   if (nbytes == 0) return {};
   if (Status status = value.device->copy(data, value.tensor.data, nbytes, call.settled.stream); !status.ok())
     return status;
-  thread_counts().bytes_to_host += static_cast<int64_t>(nbytes);
   return value.device->synchronize(call.settled.stream);
 }
 

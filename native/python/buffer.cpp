@@ -1,5 +1,7 @@
 // headrace.Buffer: memory with a dtype and a shape, on a device.
 #define NO_IMPORT_ARRAY
+#include <nanobind/stl/pair.h>
+
 #include <cstring>
 
 #include "python/gil.h"
@@ -65,10 +67,10 @@ nb::object to_dlpack(const Buffer& buffer, nb::handle stream, nb::handle, nb::ha
   }
   dl::Device here = dlpack_device(buffer);
   if (!device.is_none()) {
-    auto wanted = nb::cast<std::pair<int, int>>(device);
-    if (wanted.first != here.type || wanted.second != here.id) {
+    std::pair<int, int> wanted;
+    if (!nb::try_cast(device, wanted) || wanted.first != here.type || wanted.second != here.id) {
       raise(Status(ErrorCode::kInput, "Buffer.__dlpack__: expected its own device " + device_text(buffer) +
-                                          ", got DLPack device type " + std::to_string(wanted.first)));
+                                          ", got DLPack's device " + nb::cast<std::string>(nb::repr(device))));
     }
   }
   if (copy.is(nb::bool_(true))) {

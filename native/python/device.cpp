@@ -88,7 +88,15 @@ nb::object empty(const PyDeviceRef& self, nb::handle shape, nb::handle dtype, nb
   out.view.dtype = dtype_by_name(dtype, "Device.empty");
   size_t nbytes = set_shape(out.view, shape, "Device.empty");
   StreamHandle handle = stream_or_own(stream, self->device, "Device.empty");
-  out.block = unwrap(unlocked([&] { return self->ring->take(nbytes, handle); }));
+  out.block = unwrap(unlocked([&]() -> Result<BlockRef> {
+    auto block = self->ring->take(nbytes, handle);
+    if (!block.ok()) return block;
+    // Whoever orders its work behind the Buffer, on whatever stream, is behind the allocation.
+    Status status = mark_used(*self, handle, **block, true);
+    if (status.ok()) return block;
+    (void)drain(*self->device, handle);
+    return status;
+  }));
   out.view.data = out.block->data();
   return nb::cast(std::move(out));
 }

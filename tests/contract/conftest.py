@@ -7,6 +7,7 @@ for 1,000). A failure says which device it was.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -132,6 +133,7 @@ class Golden:
         return True
 
 
+@functools.cache
 def golden(name: str) -> Golden:
     if name == "two_islands":
         path = programs.Path(committed).parent / "two_islands.pte"
