@@ -1,9 +1,51 @@
 #include "headrace/block.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
+#include <utility>
 
 namespace headrace {
+
+namespace {
+
+struct PutOff {
+  std::mutex mutex;
+  std::vector<std::function<void()>> work;
+  std::atomic<bool> any{false};
+};
+PutOff& put_off_work() {
+  static auto* p = new PutOff();  // used by destructors at the end of the process
+  return *p;
+}
+
+}  // namespace
+
+void put_off(std::function<void()> work) {
+  if (!in_host_function()) return work();
+  std::lock_guard lock(put_off_work().mutex);
+  put_off_work().work.push_back(std::move(work));
+  put_off_work().any = true;
+}
+
+void run_put_off() {
+  if (!put_off_work().any || in_host_function()) return;
+  std::vector<std::function<void()>> work;
+  {
+    std::lock_guard lock(put_off_work().mutex);
+    work.swap(put_off_work().work);
+    put_off_work().any = false;
+  }
+  for (auto& one : work) one();
+}
+
+Status drain(Device& device, StreamHandle stream) {
+  Status first = device.synchronize(stream);
+  // A wait that failed and one that returned what failed before it look alike; a second one after the latter
+  // finds nothing.
+  if (!first.ok() && !device.synchronize(stream).ok()) (void)device.synchronize();
+  return first;
+}
 
 Block::Block(DeviceRef device, void* data, size_t capacity)
     : device_(std::move(device)), data_(data), capacity_(capacity) {}
@@ -16,13 +58,15 @@ Block::~Block() {
   // On the freeing thread's own stream, behind everything that used the memory: the streams that did may be
   // gone. A failure has nobody to be told to; the device keeps the memory then.
   Status ordered = order(kPerThreadStream, true);
+  if (!ordered.ok()) ordered = drain(*device_, kPerThreadStream);
   if (!ordered.ok()) ordered = device_->synchronize();
-  if (ordered.ok()) (void)device_->free(data_, kPerThreadStream);
+  if (ordered.ok() && !device_->free(data_, kPerThreadStream).ok()) (void)device_->free(data_, kPerThreadStream);
 }
 
 void Block::used(EventRef event, bool write) {
   std::lock_guard lock(mutex_);
   if (write) {
+    lost_ = {};
     writer_ = std::move(event);
     readers_.clear();  // the writer was ordered behind them
   } else if (std::find(readers_.begin(), readers_.end(), event) == readers_.end()) {
@@ -45,6 +89,11 @@ std::vector<EventRef> Block::events(bool write) const {
   return out;
 }
 
+void Block::lost(const Status& status) {
+  std::lock_guard lock(mutex_);
+  lost_ = status;
+}
+
 Status Block::order(StreamHandle stream, bool write) {
   if (device_ == nullptr) return {};
   for (const EventRef& event : events(write)) {
@@ -55,6 +104,10 @@ Status Block::order(StreamHandle stream, bool write) {
 
 Status Block::wait(bool write) {
   if (device_ == nullptr) return {};
+  {
+    std::lock_guard lock(mutex_);
+    if (!lost_.ok()) return std::exchange(lost_, {});
+  }
   for (const EventRef& event : events(write)) {
     if (Status status = device_->synchronize(*event); !status.ok()) return status;
   }
@@ -70,7 +123,7 @@ void Ring::trim() {
     doomed.swap(waiting_);
     for (Block* block : doomed) nbytes_ -= block->capacity_;
   }
-  for (Block* block : doomed) delete block;
+  for (Block* block : doomed) put_off([block] { delete block; });
 }
 
 Result<BlockRef> Ring::take(size_t nbytes, StreamHandle stream) {
@@ -122,7 +175,7 @@ void Ring::give(Block* block) {
     }
     nbytes_ -= block->capacity_;
   }
-  delete block;
+  put_off([block] { delete block; });
 }
 
 size_t Ring::nbytes() const {

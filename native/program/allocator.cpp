@@ -41,7 +41,6 @@ class Allocator final : public et::DeviceAllocator {
     if (!bound.ok()) return failed(bound.status(), et::Error::NotFound);
     auto& [device, stream, call] = *bound;
     if (Status status = device->copy(to, from, nbytes, stream); !status.ok()) return failed(status);
-    thread_counts().bytes_to_device += static_cast<int64_t>(nbytes);
     if (call == nullptr) return finish(*device, stream);
     (holds(call->host_inputs, from) ? call->staged_in : call->host_reads) = true;
     return et::Error::Ok;
@@ -53,7 +52,6 @@ class Allocator final : public et::DeviceAllocator {
     if (!bound.ok()) return failed(bound.status(), et::Error::NotFound);
     auto& [device, stream, call] = *bound;
     if (Status status = device->copy(to, from, nbytes, stream); !status.ok()) return failed(status);
-    thread_counts().bytes_to_host += static_cast<int64_t>(nbytes);
     // An output is waited for once, at the end of the call. Anything else is read by the host next.
     if (call != nullptr && holds(call->host_outputs, to)) {
       call->staged_out = true;

@@ -110,6 +110,12 @@ std::string describe(const Value& value) {
   return describe(value.tensor) + " on " + (value.device ? value.device->name() : "cpu");
 }
 
+// What came up while a failure was cleaned up after is told with it.
+Status also(Status status, const Status& other) {
+  if (!other.ok() && other.message() != status.message()) status.log.push_back("also: " + other.message());
+  return status;
+}
+
 }  // namespace
 
 // ------------------------------------------------------------------ Instance
@@ -123,7 +129,7 @@ struct Instance::TensorSlot {
 };
 
 struct Instance::Call {
-  std::span<const Value> out;
+  std::span<const Value> inputs, out;
   const Settled& settled;
   bool strict;
   CallStats& stats;
@@ -156,9 +162,22 @@ Instance::Instance(const ProgramCore& core, const MethodPlan& plan, Shared& shar
   }
 }
 
-Instance::~Instance() {
+Status Instance::close() {
+  if (!last_) return {};
   // The event, not the stream: that one may be gone, or carry work of others.
-  if (last_) (void)device_->synchronize(*last_);
+  Status status = device_->synchronize(*last_);
+  // Once more: a wait may itself fail, and then nothing was waited for.
+  if (!status.ok() && !device_->synchronize(*last_).ok()) (void)device_->synchronize();
+  last_.reset();
+  if (status.ok()) return status;
+  for (const auto& weak : written_) {
+    if (BlockRef block = weak.lock()) block->lost(status);
+  }
+  return status;
+}
+
+Instance::~Instance() {
+  (void)close();
   if (!uses_device_) return;
   DeviceGuard guard(device_, kPerThreadStream);
   method_.reset();
@@ -352,7 +371,6 @@ Status Instance::stage_in(size_t i, const TensorView& view, Call& call, void*& d
   data = (*block)->data();
   call.writes.push_back(std::move(*block));
   call.context.staged_in = true;
-  thread_counts().bytes_to_device += static_cast<int64_t>(nbytes);
   return nbytes == 0 ? Status() : device_->copy(data, from, nbytes, call.settled.stream);
 }
 
@@ -370,7 +388,6 @@ Status Instance::stage_out(size_t i, const Value& value, Call& call, void*& data
   if (nbytes == 0) return {};
   if (Status status = value.device->copy(data, value.tensor.data, nbytes, call.settled.stream); !status.ok())
     return status;
-  thread_counts().bytes_to_host += static_cast<int64_t>(nbytes);
   return value.device->synchronize(call.settled.stream);
 }
 
@@ -478,7 +495,11 @@ Status Instance::bind_output(size_t i, const Value* given, Call& call, Value& ou
     return {};
   }
   void* data = nullptr;
-  if (given != nullptr && plan->dynamism == Dynamism::kStatic) {
+  // Islands may still read an input after the first of them writes this.
+  bool over_input = there && given != nullptr && std::any_of(call.inputs.begin(), call.inputs.end(), [&](const Value& in) {
+                      return in.device == device_ && in.kind == Value::Kind::kTensor && overlaps(in.tensor, given->tensor);
+                    });
+  if (given != nullptr && plan->dynamism == Dynamism::kStatic && !over_input) {
     std::array<int32_t, kMaxDims> strides;
     dense_strides(given->tensor.ndim, plan->sizes.data(), plan->dim_order.data(), strides.data());
     if (is_dense(given->tensor, strides.data()) &&
@@ -617,11 +638,10 @@ Status Instance::begin(Call& call) {
     return done.ok() && *done;
   });
   if (!last_) return {};
-  if (host_reads_) {
-    host_reads_ = false;
-    return device_->synchronize(*last_);
-  }
-  return device_->wait(call.settled.stream, *last_);
+  if (!host_reads_) return device_->wait(call.settled.stream, *last_);
+  Status status = device_->synchronize(*last_);
+  if (status.ok()) host_reads_ = false;
+  return status;
 }
 
 // Puts an event behind the call's work, tells every block of it, and waits if the call has to.
@@ -632,19 +652,22 @@ Status Instance::finish(Call& call) {
   if (!recorded.ok()) {
     // Without an event nothing could be ordered behind this work: it has to end here.
     last_.reset();
-    Status drained = device_->synchronize(settled.stream);
-    return drained.ok() ? recorded : drained;
+    return also(std::move(recorded), drain(*device_, settled.stream));
   }
   last_ = *event;
   for (const BlockRef& block : call.reads) block->used(last_, false);
   for (const BlockRef& block : call.writes) block->used(last_, true);
+  for (const BlockRef& block : device_arenas_) block->used(last_, true);
+  written_.assign(call.writes.begin(), call.writes.end());
   for (auto& keep : call.keeps) kept_.emplace_back(last_, std::move(keep));
   const CallContext& context = call.context;
   if (settled.chosen && !context.staged_in && !context.staged_out) {
     host_reads_ = context.host_reads;
     return {};
   }
-  return device_->synchronize(*last_);
+  Status status = device_->synchronize(*last_);
+  // Copies may still read and write the caller's memory.
+  return status.ok() ? status : also(std::move(status), drain(*device_, settled.stream));
 }
 
 Status Instance::run(std::span<const Value> inputs, std::span<const Value> out, const Settled& settled,
@@ -653,7 +676,7 @@ Status Instance::run(std::span<const Value> inputs, std::span<const Value> out, 
   if (torn_) {
     if (Status status = mend(); !status.ok()) return status;
   }
-  Call call{out, settled, strict, stats, {}, {}, {}, {}};
+  Call call{inputs, out, settled, strict, stats, {}, {}, {}, {}};
   // On the cpu device everything is done when a function returns.
   bool ordered = uses_device_ && device_->backend() != Backend::kCpu;
   std::optional<DeviceGuard> guard;
@@ -699,11 +722,9 @@ Status Instance::run(std::span<const Value> inputs, std::span<const Value> out, 
   Status status = enqueue();
   if (status.ok()) status = collect(true);
   if (!status.ok()) {
-    // What was enqueued before the failure still uses the caller's memory.
-    (void)device_->synchronize(settled.stream);
-    last_.reset();
-    host_reads_ = false;
-    return status;
+    // What was enqueued before the failure still uses the caller's memory. The call before stays what the next
+    // one is ordered behind: this one may have failed before it was.
+    return also(std::move(status), drain(*device_, settled.stream));
   }
   if (status = finish(call); !status.ok()) return status;
   return collect(false);
@@ -733,7 +754,8 @@ MethodPool::MethodPool(std::shared_ptr<ProgramCore> core, const MethodPlan& plan
 
 Result<std::shared_ptr<MethodPool>> MethodPool::load(std::shared_ptr<ProgramCore> core,
                                                      const MethodPlan& plan, int instances) {
-  std::shared_ptr<MethodPool> pool(new MethodPool(std::move(core), plan));
+  std::shared_ptr<MethodPool> pool(new MethodPool(std::move(core), plan),
+                                   [](MethodPool* p) { put_off([p] { delete p; }); });
   for (int i = 0; i < instances; ++i) {
     auto instance = Instance::load(*pool->core_, plan, pool->shared_);
     if (!instance.ok()) return instance.status();
@@ -884,6 +906,7 @@ Result<Settled> MethodPool::settle(const CallOptions& options) const {
 
 Status MethodPool::run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
                        std::vector<Value>& outputs) {
+  run_put_off();
   if (Status status = check_inputs(inputs); !status.ok()) return status;
   if (Status status = check_out(out); !status.ok()) return status;
   auto settled = settle(options);
@@ -906,6 +929,10 @@ Status MethodPool::run(std::span<const Value> inputs, std::span<const Value> out
 Status MethodPool::close() {
   std::shared_ptr<ProgramCore> core;
   std::vector<std::unique_ptr<Instance>> doomed;
+  if (in_host_function()) {
+    return Status(ErrorCode::kDevice, name_ + ": expected close() from outside a host function, where devices can be "
+                                              "waited for, got it from inside one");
+  }
   {
     std::unique_lock lock(mutex_);
     if (std::find(busy_.begin(), busy_.end(), std::this_thread::get_id()) != busy_.end()) {
@@ -921,7 +948,12 @@ Status MethodPool::close() {
     busy_.clear();
   }
   changed_.notify_all();  // other threads in close()
-  return {};
+  Status failed;
+  for (const auto& instance : doomed) {
+    Status status = instance->close();
+    failed = failed.ok() ? status : also(failed, status);
+  }
+  return failed;
 }
 
 // -------------------------------------------------------------------- Method

@@ -67,8 +67,10 @@ class Instance {
  public:
   static Result<std::unique_ptr<Instance>> load(const ProgramCore& core, const MethodPlan& plan,
                                                 Shared& shared);
-  // Waits for the last call's work.
+  // As close(), where nobody asks.
   ~Instance();
+  // Waits for the last call's work and returns what failed in it, which its outputs say too.
+  Status close();
 
   Status run(std::span<const Value> inputs, std::span<const Value> out, const Settled& settled, bool strict,
              std::vector<Value>& outputs, CallStats& stats);
@@ -120,6 +122,7 @@ class Instance {
   bool torn_ = false;  // a call ended in the middle of a loop, whose counters are now anything
 
   EventRef last_;            // behind the work of the last call, where it may still run
+  std::vector<std::weak_ptr<Block>> written_;  // by that work, while nobody waited for it
   bool host_reads_ = false;  // that work reads planned host memory
   std::vector<std::pair<EventRef, std::shared_ptr<void>>> kept_;  // foreign memory that work in flight reads
 };

@@ -353,6 +353,12 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
     auto* managed = static_cast<dl::ManagedTensor*>(PyCapsule_GetPointer(keep.ptr(), "dltensor"));
     value.kind = Value::Kind::kTensor;
     if (!view_dlpack(managed->tensor, value.tensor, what)) bad_input(method, role, index, what);
+    if (value.tensor.device.kind != DeviceKind::kCpu) {
+      // Never read as if it were the host's.
+      bad_input(method, role, index,
+                "expected memory of the host or a Buffer, got memory of cuda:" +
+                    std::to_string(value.tensor.device.index) + ", which no device in this process has");
+    }
     return value;
   }
   if (nb::hasattr(object, "__array_interface__")) {
@@ -415,18 +421,30 @@ nb::object from_value(Value& value) {
   return numpy_view(value.tensor, block_owner(std::move(value.block)));
 }
 
-namespace {
+std::string text_of(const nb::python_error& error) {
+  nb::handle value = error.value();
+  std::string out = Py_TYPE(value.ptr())->tp_name;
+  // As bytes that are always there: an exception may fail to say what it is, or say it in lone surrogates.
+  nb::object text = nb::steal(PyObject_Str(value.ptr()));
+  if (text.is_valid()) text = nb::steal(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "backslashreplace"));
+  if (!text.is_valid()) {
+    PyErr_Clear();
+    return out + " (whose text raised an exception itself)";
+  }
+  return out + ": " + std::string(PyBytes_AS_STRING(text.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(text.ptr())));
+}
 
-// Not a nanobind object: a thread may end after the interpreter.
-thread_local PyObject* parked = nullptr;
-
-nb::object take_parked() { return nb::steal(std::exchange(parked, nullptr)); }
-
-}  // namespace
-
-void park_exception(nb::python_error& error) {
-  PyObject* value = error.value().inc_ref().ptr();
-  Py_XDECREF(std::exchange(parked, value));
+std::string traceback_of(const nb::python_error& error) {
+  std::string out = text_of(error);
+  nb::handle trace = error.traceback();
+  if (!trace.is_valid() || trace.is_none()) return out;
+  try {
+    nb::object lines = nb::module_::import_("traceback").attr("format_tb")(trace);
+    return out + "\n" + nb::cast<std::string>(nb::str("").attr("join")(lines));
+  } catch (const std::exception&) {
+    PyErr_Clear();
+    return out;
+  }
 }
 
 void raise(const Status& status) {
@@ -449,7 +467,8 @@ void raise(const Status& status) {
     kwargs["device"] = text(status.device);
   }
   nb::object error = cls(text_of(status.message()), **kwargs);
-  if (nb::object cause = take_parked(); cause.is_valid()) {
+  if (status.cause != nullptr) {
+    nb::object cause = nb::borrow(static_cast<PyObject*>(status.cause.get()));
     if (!PyObject_IsInstance(cause.ptr(), PyExc_Exception)) {
       // KeyboardInterrupt and SystemExit are not the delegate's to fail with.
       PyErr_SetObject((PyObject*)Py_TYPE(cause.ptr()), cause.ptr());

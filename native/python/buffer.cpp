@@ -1,7 +1,10 @@
 // headrace.Buffer: memory with a dtype and a shape, on a device.
 #define NO_IMPORT_ARRAY
+#include <nanobind/stl/pair.h>
+
 #include <cstring>
 
+#include "python/gil.h"
 #include "python/objects.h"
 
 namespace headrace {
@@ -43,7 +46,11 @@ dl::Device dlpack_device(const Buffer& buffer) {
 // Makes the consumer's stream wait for the writer, as DLPack's `stream` argument asks; -1 asks for nothing.
 void hand_over(const Buffer& buffer, nb::handle stream) {
   if (!buffer.block || host_may_touch(buffer)) return;
-  int64_t handle = stream.is_none() ? static_cast<int64_t>(kLegacyStream) : nb::cast<int64_t>(stream);
+  int64_t handle = kLegacyStream;
+  if (!stream.is_none() && !nb::try_cast(stream, handle)) {
+    raise(Status(ErrorCode::kInput, std::string("Buffer.__dlpack__: expected a stream as an int, got ") +
+                                        Py_TYPE(stream.ptr())->tp_name));
+  }
   if (handle == -1) return;
   if (handle <= 0) {
     raise(Status(ErrorCode::kInput,
@@ -53,18 +60,23 @@ void hand_over(const Buffer& buffer, nb::handle stream) {
   check(buffer.block->order(static_cast<StreamHandle>(handle), false));
 }
 
-nb::object to_dlpack(const Buffer& buffer, nb::handle stream, nb::handle, nb::handle device, nb::handle) {
+nb::object to_dlpack(const Buffer& buffer, nb::handle stream, nb::handle, nb::handle device, nb::handle copy) {
   if (!buffer.block && buffer.device) {
     raise(Status(ErrorCode::kInput,
                  "Buffer.__dlpack__: expected memory of its own, got memory lent for a call"));
   }
   dl::Device here = dlpack_device(buffer);
   if (!device.is_none()) {
-    auto wanted = nb::cast<std::pair<int, int>>(device);
-    if (wanted.first != here.type || wanted.second != here.id) {
+    std::pair<int, int> wanted;
+    if (!nb::try_cast(device, wanted) || wanted.first != here.type || wanted.second != here.id) {
       raise(Status(ErrorCode::kInput, "Buffer.__dlpack__: expected its own device " + device_text(buffer) +
-                                          ", got DLPack device type " + std::to_string(wanted.first)));
+                                          ", got DLPack's device " + nb::cast<std::string>(nb::repr(device))));
     }
+  }
+  if (copy.is(nb::bool_(true))) {
+    // The protocol's own exception, so that a consumer may try without.
+    PyErr_SetString(PyExc_BufferError, "Buffer.__dlpack__: expected copy=None or False, got True; copy it afterwards");
+    nb::raise_python_error();
   }
   hand_over(buffer, stream);
   auto* out = new Exported();
@@ -114,12 +126,15 @@ std::pair<TensorView, nb::object> on_host(const Buffer& buffer) {
   check(host.status());
   Status status;
   {
-    nb::gil_scoped_release release;
+    GilRelease release;
+    run_put_off();
     // The event of the last writer, and nothing else that the device may be doing.
     status = (*buffer.block).wait(false);
     if (status.ok() && nbytes != 0) {
       status = device.copy((*host)->data(), buffer.view.data, nbytes, kPerThreadStream);
       if (status.ok()) status = device.synchronize(kPerThreadStream);
+      // The copy still writes to memory that goes with this frame.
+      if (!status.ok()) (void)drain(device, kPerThreadStream);
     }
   }
   check(status);

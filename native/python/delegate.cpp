@@ -11,6 +11,7 @@
 #include "program/allocator.h"
 #include "program/engine.h"
 #include "program/islands.h"
+#include "python/gil.h"
 #include "python/objects.h"
 
 namespace headrace {
@@ -47,6 +48,13 @@ Status failure(const Loaded& loaded, ErrorCode code, const std::string& what) {
   status.delegate = loaded.name;
   status.method = loaded.method;
   status.island = loaded.island;
+  return status;
+}
+
+// The Status of a Python exception; what the caller sees has it as its cause.
+Status failure(const Loaded& loaded, const char* where, nb::python_error& error) {
+  Status status = failure(loaded, ErrorCode::kDelegate, std::string(where) + " raised " + text_of(error));
+  status.cause = hold(nb::borrow(error.value()));
   return status;
 }
 
@@ -112,22 +120,21 @@ class PyBackend final : public et::BackendInterface {
     const auto& loaded = *reinterpret_cast<Loaded*>(handle);
     const DeviceGuard* bound = DeviceGuard::current();
     if (bound == nullptr) return et::Error::InvalidState;
-    nb::gil_scoped_acquire gil;
+    GilAcquire gil;
     try {
       return run(loaded, *bound, args);
     } catch (nb::python_error& e) {
-      park_exception(e);
-      tell(failure(loaded, ErrorCode::kDelegate,
-                   std::string("run() raised ") + Py_TYPE(e.value().ptr())->tp_name + ": " +
-                       nb::cast<std::string>(nb::str(e.value()))));
-      return et::Error::DelegateInvalidHandle;
+      tell(failure(loaded, "run()", e));
+    } catch (const std::exception& e) {
+      tell(failure(loaded, ErrorCode::kDelegate, std::string("run() failed: ") + e.what()));
     }
+    return et::Error::DelegateInvalidHandle;
   }
 
   void destroy(et::DelegateHandle* handle) const override {
     std::unique_ptr<Loaded> loaded(reinterpret_cast<Loaded*>(handle));
     if (!loaded || !nb::is_alive() || !Py_IsInitialized()) return;
-    nb::gil_scoped_acquire gil;
+    GilAcquire gil;
     nb::error_scope keep;  // often inside a dealloc with an exception in flight
     Py_DECREF(loaded->object);
   }
@@ -135,7 +142,7 @@ class PyBackend final : public et::BackendInterface {
  private:
   bool load(Loaded& loaded, et::BackendInitContext& context, const et::FreeableBuffer& payload,
             et::ArrayRef<et::CompileSpec> specs) const {
-    nb::gil_scoped_acquire gil;
+    GilAcquire gil;
     try {
       nb::dict spec_dict, options;
       for (const auto& spec : specs) {
@@ -171,10 +178,7 @@ class PyBackend final : public et::BackendInterface {
       loaded.object = made.release().ptr();
       return true;
     } catch (nb::python_error& e) {
-      park_exception(e);
-      tell(failure(loaded, ErrorCode::kDelegate,
-                   std::string("load() raised ") + Py_TYPE(e.value().ptr())->tp_name + ": " +
-                       nb::cast<std::string>(nb::str(e.value()))));
+      tell(failure(loaded, "load()", e));
     } catch (const std::exception& e) {
       tell(failure(loaded, ErrorCode::kDelegate, std::string("load() failed: ") + e.what()));
     }

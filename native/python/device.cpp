@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "headrace/caller_stream.h"
+#include "python/gil.h"
 #include "python/objects.h"
 
 namespace headrace {
@@ -24,7 +25,8 @@ Objects& objects() {
 // Runs a call of the seam without the interpreter's lock: host functions may want it.
 template <class F>
 auto unlocked(F&& call) {
-  nb::gil_scoped_release release;
+  GilRelease release;
+  run_put_off();
   return call();
 }
 template <class T>
@@ -73,11 +75,11 @@ void close_stream(PyStream& stream) {
 }
 
 // Puts an event behind what is on the stream now, for the buffer's next reader or writer.
-void mark_used(PyDevice& device, StreamHandle stream, Block& block, bool write) {
+Status mark_used(PyDevice& device, StreamHandle stream, Block& block, bool write) {
   auto event = device.events.take(*device.device);
   Status status = event.ok() ? device.device->record(**event, stream) : event.status();
-  check(status);
-  block.used(std::move(*event), write);
+  if (status.ok()) block.used(std::move(*event), write);
+  return status;
 }
 
 nb::object empty(const PyDeviceRef& self, nb::handle shape, nb::handle dtype, nb::handle stream) {
@@ -86,7 +88,15 @@ nb::object empty(const PyDeviceRef& self, nb::handle shape, nb::handle dtype, nb
   out.view.dtype = dtype_by_name(dtype, "Device.empty");
   size_t nbytes = set_shape(out.view, shape, "Device.empty");
   StreamHandle handle = stream_or_own(stream, self->device, "Device.empty");
-  out.block = unwrap(unlocked([&] { return self->ring->take(nbytes, handle); }));
+  out.block = unwrap(unlocked([&]() -> Result<BlockRef> {
+    auto block = self->ring->take(nbytes, handle);
+    if (!block.ok()) return block;
+    // Whoever orders its work behind the Buffer, on whatever stream, is behind the allocation.
+    Status status = mark_used(*self, handle, **block, true);
+    if (status.ok()) return block;
+    (void)drain(*self->device, handle);
+    return status;
+  }));
   out.view.data = out.block->data();
   return nb::cast(std::move(out));
 }
@@ -146,14 +156,18 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
     check(unlocked([&] { return target->block->order(handle, true); }));
   }
   size_t nbytes = value.tensor.nbytes();
-  if (nbytes != 0) {
-    if (value.block) check(unlocked([&] { return value.block->order(handle, false); }));
-    check(unlocked([&] { return self->device->copy(target->view.data, value.tensor.data, nbytes, handle); }));
-    mark_used(*self, handle, *target->block, true);
-    if (value.block && value.device) mark_used(*self, handle, *value.block, false);
-    // Host memory is the caller's again when this returns.
-    if (value.device == nullptr) check(target->block->wait(false));
-  }
+  if (nbytes == 0) return result;
+  if (value.block) check(unlocked([&] { return value.block->order(handle, false); }));
+  check(unlocked([&] {
+    Status status = self->device->copy(target->view.data, value.tensor.data, nbytes, handle);
+    if (!status.ok()) return status;
+    status = mark_used(*self, handle, *target->block, true);
+    if (status.ok() && value.block && value.device) status = mark_used(*self, handle, *value.block, false);
+    // Host memory is the caller's again when this returns, and so is everything where no event says when.
+    if (status.ok() && value.device == nullptr) status = target->block->wait(false);
+    if (!status.ok()) (void)drain(*self->device, handle);
+    return status;
+  }));
   return result;
 }
 
@@ -180,19 +194,33 @@ void call(PyStream& stream, nb::object function, nb::iterable reads, nb::iterabl
   }
   std::shared_ptr<void> held = hold(nb::make_tuple(function, kept));
   HostFunction run = [held, name = stream.device->device->name()]() -> Status {
-    nb::gil_scoped_acquire gil;
+    if (!nb::is_alive()) {
+      return Status(ErrorCode::kDevice, name + ", stream.call: expected a running interpreter, got its end");
+    }
+    GilAcquire gil;
     nb::handle pair(static_cast<PyObject*>(held.get()));
     try {
-      pair[0]();
+      nb::object result = pair[0]();
       return {};
     } catch (nb::python_error& e) {
-      // The traceback goes with it: the wait that reports this may be far away.
-      Status status(ErrorCode::kDelegate, name + ", stream.call: " + e.what());
+      // With its traceback as text: the wait that reports this may be far away. Not as an object: its frames
+      // hold Buffers, these the device, and that keeps the failure until somebody is told.
+      Status status(ErrorCode::kDelegate, name + ", stream.call: " + traceback_of(e));
+      PyException_SetTraceback(e.value().ptr(), Py_None);
+      status.cause = hold(nb::borrow(e.value()));
       return status;
     }
   };
   check(unlocked([&] { return stream.device->device->call(handle, std::move(run), std::move(accesses)); }));
-  for (auto& [block, write] : blocks) mark_used(*stream.device, handle, *block, write);
+  check(unlocked([&] {
+    Status status;
+    for (auto& [block, write] : blocks) {
+      if (status.ok()) status = mark_used(*stream.device, handle, *block, write);
+    }
+    // Without an event the memory could be used again before the work is done.
+    if (!status.ok()) (void)drain(*stream.device->device, handle);
+    return status;
+  }));
 }
 
 std::shared_ptr<SimDevice> sim_of(PyDevice& device, const char* what) {
@@ -230,7 +258,7 @@ std::shared_ptr<void> hold(nb::object object) {
   return {object.release().ptr(), [](void* p) {
             // After the interpreter there is nothing to give the reference back to.
             if (!nb::is_alive() || !Py_IsInitialized()) return;
-            nb::gil_scoped_acquire gil;
+            GilAcquire gil;
             nb::error_scope keep;
             Py_DECREF(static_cast<PyObject*>(p));
           }};
@@ -240,6 +268,9 @@ PyDeviceRef device_object(const DeviceRef& device) {
   std::lock_guard lock(objects().mutex);
   auto& slot = objects().by_device[device.get()];
   if (PyDeviceRef there = slot.lock()) return there;
+  std::erase_if(objects().by_device, [&](const auto& item) {
+    return item.first != device.get() && item.second.expired();
+  });
   auto made = std::make_shared<PyDevice>();
   made->device = device;
   made->ring = std::make_shared<Ring>(device->backend() == Backend::kCpu ? nullptr : device);
@@ -248,8 +279,9 @@ PyDeviceRef device_object(const DeviceRef& device) {
 }
 
 PyStream::~PyStream() {
+  if (!owned || closed) return;
   // Nobody is left to be told; the device forgets the stream with itself.
-  if (owned && !closed) (void)device->device->destroy_stream(handle);
+  put_off([device = device, handle = handle] { (void)device->device->destroy_stream(handle); });
 }
 
 StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* where) {
@@ -262,24 +294,25 @@ StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* w
           ErrorCode::kInput,
           std::string(where) + ": expected a stream, or an int together with device=, got an int alone"));
     }
-    auto handle = nb::cast<int64_t>(object);
-    if (handle < 0)
-      raise(Status(ErrorCode::kInput, std::string(where) + ": expected a stream handle of 0 or more, got " +
-                                          std::to_string(handle)));
-    return {handle == 0 ? kLegacyStream : static_cast<StreamHandle>(handle), device->id()};
+    StreamHandle handle = 0;
+    if (!nb::try_cast(object, handle))
+      raise(Status(ErrorCode::kInput, std::string(where) + ": expected a stream handle of 0 to 64 bits, got " +
+                                          nb::cast<std::string>(nb::str(object))));
+    return {handle == 0 ? kLegacyStream : handle, device->id()};
   }
   if (nb::hasattr(object, "__cuda_stream__")) {
     nb::object pair = object.attr("__cuda_stream__");
     // A method since version 0 of the protocol (cuda.core); early implementers had an attribute.
     if (PyCallable_Check(pair.ptr())) pair = pair();
-    nb::tuple parts(pair);
-    if (parts.size() != 2 || nb::cast<int>(parts[0]) != 0) {
+    int64_t version = -1;
+    StreamHandle handle = 0;
+    if (!PySequence_Check(pair.ptr()) || nb::len(pair) != 2 || !nb::try_cast(pair[0], version) || version != 0 ||
+        !nb::try_cast(pair[1], handle)) {
       raise(Status(ErrorCode::kInput, std::string(where) +
                                           ": expected __cuda_stream__ to give (0, handle), got " +
-                                          nb::cast<std::string>(nb::repr(parts))));
+                                          nb::cast<std::string>(nb::repr(pair))));
     }
-    auto handle = nb::cast<uint64_t>(parts[1]);
-    return {handle == 0 ? kLegacyStream : static_cast<StreamHandle>(handle), device ? device->id() : -1};
+    return {handle == 0 ? kLegacyStream : handle, device ? device->id() : -1};
   }
   raise(
       Status(ErrorCode::kInput,
@@ -293,7 +326,8 @@ void bind_objects(nb::module_& m) {
   set_wait_hooks(
       {[]() -> void* { return Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr; },
        [](void* state) {
-         if (state != nullptr) PyEval_RestoreThread(static_cast<PyThreadState*>(state));
+         if (state == nullptr) return;
+         wait_for_gil([&] { PyEval_RestoreThread(static_cast<PyThreadState*>(state)); });
        }});
 
   nb::class_<PyDevice>(m, "Device", "A device: memory, streams, partitions. Get it from headrace.device().")
@@ -382,6 +416,17 @@ void bind_objects(nb::module_& m) {
           },
           nb::arg("operation"), nb::arg("at") = 0,
           "Simulated devices: the `at`-th operation from now on is held back until a wait demands it.")
+      .def(
+          "drop_pending",
+          [](PyDevice& self) {
+            auto sim = sim_of(self, "drop_pending");
+            unlocked([&] {
+              sim->drop_pending();
+              return 0;
+            });
+          },
+          "Simulated devices: skip all work that has not run. A function given to Stream.call that never ran "
+          "keeps its Buffers, and these the device: where work may be left behind for good, this ends it.")
       .def("clear_faults", [](PyDevice& self) { sim_of(self, "clear_faults")->clear_faults(); })
       .def(
           "calls",
@@ -505,16 +550,23 @@ void bind_objects(nb::module_& m) {
   m.def("cpu", [] { return device_object(cpu_device()); });
   m.def("sim", &make_sim, nb::arg("schedule"), nb::arg("seed"), nb::arg("ordinal"), nb::arg("sms"),
         nb::arg("memory"));
-  m.def(
-      "select",
-      [](nb::object stream, nb::object device) {
-        DeviceRef of = device.is_none() ? nullptr : nb::cast<PyDeviceRef>(device)->device;
-        StreamChoice choice = to_stream(stream, of, "caller_stream");
-        headrace_selection next{reinterpret_cast<cudaStream_t>(choice.handle), choice.device, 1};
-        headrace_selection former = headrace_exchange_selection(next);
-        return nb::make_tuple(reinterpret_cast<uintptr_t>(former.stream), former.device, former.selected);
-      },
-      nb::arg("stream"), nb::arg("device").none());
+  m.def("select", [](nb::handle stream, nb::handle device) {
+    PyDeviceRef of;
+    if (!device.is_none() && (!nb::try_cast(device, of) || of == nullptr)) {
+      raise(Status(ErrorCode::kInput, std::string("caller_stream, device: expected a Device, got ") +
+                                          Py_TYPE(device.ptr())->tp_name));
+    }
+    StreamChoice choice = to_stream(stream, of ? of->device : nullptr, "caller_stream");
+    if (of != nullptr && choice.device != of->device->id()) {
+      Status status(ErrorCode::kDevice, "caller_stream: expected a stream of " + of->device->name() +
+                                            ", got one of " + device_name_of(choice.device));
+      status.device = of->device->name();
+      raise(status);
+    }
+    headrace_selection next{reinterpret_cast<cudaStream_t>(choice.handle), choice.device, 1};
+    headrace_selection former = headrace_exchange_selection(next);
+    return nb::make_tuple(reinterpret_cast<uintptr_t>(former.stream), former.device, former.selected);
+  }, nb::arg("stream").none(), nb::arg("device").none());
   m.def("restore", [](uintptr_t stream, int32_t device, int32_t selected) {
     (void)headrace_exchange_selection({reinterpret_cast<cudaStream_t>(stream), device, selected});
   });

@@ -34,4 +34,18 @@ class GilRelease {
   PyThreadState* state_;
 };
 
+// Takes the GIL while it lives, wherever the thread comes from.
+class GilAcquire {
+ public:
+  GilAcquire() {
+    wait_for_gil([this] { state_ = PyGILState_Ensure(); });
+  }
+  ~GilAcquire() { PyGILState_Release(state_); }
+  GilAcquire(const GilAcquire&) = delete;
+  GilAcquire& operator=(const GilAcquire&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
 }  // namespace headrace

@@ -29,7 +29,6 @@ struct PyStream {
   bool owned = false;
   bool closed = false;
   PartitionRef partition;
-  nb::object keep;  // the foreign object that the handle came from
   ~PyStream();
 };
 using PyStreamRef = std::shared_ptr<PyStream>;
@@ -57,8 +56,9 @@ StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* w
 // Memory that a call lends to a delegate: no block, valid while the call's work runs.
 nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, std::shared_ptr<Resizer> resizer);
 
-// Keeps the Python exception in flight as the cause of the Status that the same thread raises next.
-void park_exception(nb::python_error& error);
+// What the exception says, "TypeError: …"; whatever its __str__ does. And the same with its traceback.
+std::string text_of(const nb::python_error& error);
+std::string traceback_of(const nb::python_error& error);
 
 void bind_objects(nb::module_& m);
 void bind_buffer(nb::module_& m);

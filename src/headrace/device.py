@@ -8,6 +8,7 @@ with headrace.caller_stream(stream):
 
 from __future__ import annotations
 
+from threading import get_ident
 from types import TracebackType
 from typing import Any
 
@@ -82,21 +83,27 @@ class caller_stream:  # reads as a verb where it is used
 
     Raises:
         InputError: not a stream, an int without a device, or a stream that was closed.
+        DeviceError: ``device`` is given and the stream is another's.
     """
 
     def __init__(self, stream: Any, device: Any = None) -> None:
         self._stream = stream
         self._device = device
-        self._former: list[tuple[int, int, int]] = []
+        # One object may be entered by several threads, and each has a selection of its own.
+        self._former: dict[int, list[tuple[int, int, int]]] = {}
 
     def __enter__(self) -> Any:
-        self._former.append(core.select(self._stream, self._device))
+        former = core.select(self._stream, self._device)
+        self._former.setdefault(get_ident(), []).append(former)
         return self._stream
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        core.restore(*self._former.pop())
+        formers = self._former[get_ident()]
+        core.restore(*formers.pop())
+        if not formers:
+            del self._former[get_ident()]
 
 
 def current_stream() -> Any:

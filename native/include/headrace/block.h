@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -12,6 +13,16 @@
 namespace headrace {
 
 class Ring;
+
+// Host functions may not call a device, yet a language run time may drop its objects inside one, since a
+// collector runs where it likes. `work` runs at once, or, from inside a host function, at the next
+// run_put_off(), which every call of a method and every binding begins with.
+HEADRACE_API void put_off(std::function<void()> work);
+HEADRACE_API void run_put_off();
+
+// Waits until nothing on the stream is under way any more, also where a wait fails, so that memory may go.
+// What failed there is returned.
+HEADRACE_API Status drain(Device& device, StreamHandle stream);
 
 // Thread-safe. Ownership: a shared_ptr<Block> keeps the memory; the last one gives it back to its ring.
 class HEADRACE_API Block {
@@ -31,6 +42,8 @@ class HEADRACE_API Block {
   Status order(StreamHandle stream, bool write);
   // Waits on the host for the writer (and the readers, if the host is going to write). Host blocks: at once.
   Status wait(bool write);
+  // The block's content failed to be written, and who waited for it could tell nobody: the next wait() says so.
+  void lost(const Status& status);
 
  private:
   friend class Ring;
@@ -41,6 +54,7 @@ class HEADRACE_API Block {
   size_t capacity_;
   mutable std::mutex mutex_;
   EventRef writer_;
+  Status lost_;
   std::vector<EventRef> readers_;
 };
 using BlockRef = std::shared_ptr<Block>;

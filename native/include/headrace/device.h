@@ -343,7 +343,8 @@ HEADRACE_API void set_wait_hooks(WaitHooks hooks);
 // The name of the device that has, or had, this Device::id(); "device N" where there was none.
 HEADRACE_API std::string device_name_of(int32_t id);
 
-// Counts of the calling thread, so that a call can say what it did. Monotonic.
+// Counts of the calling thread, so that a call can say what it did. Monotonic. The bytes are counted by
+// copy() of a device whose memory the host does not share, once for each copy; copies on the cpu are none.
 struct ThreadCounts {
   int64_t synchronizations = 0;
   int64_t driver_allocations = 0;

@@ -3,6 +3,7 @@
 // and what to do; `log` holds the engine's own log lines of the same failure, oldest first.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <variant>
@@ -42,6 +43,8 @@ class [[nodiscard]] Status {
   int island = -1;
   std::string device;
   std::vector<std::string> log;
+  // What a language run time wants back when it raises this: Python's exception. Opaque here.
+  std::shared_ptr<void> cause;
 
  private:
   ErrorCode code_ = ErrorCode::kOk;

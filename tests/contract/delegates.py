@@ -1,0 +1,138 @@
+"""Delegates for the contract, under the names that the exported programs call: TestA and TestB.
+
+Their payload is the graph of ``tests/programs/graph.py``. Each class below is one way of working on the stream
+of a call; what a program answers may not depend on which one is there. ``install`` puts one behind both names,
+for programs loaded from then on. A delegate for another kind of device is one more entry of ``WAYS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import headrace
+from tests.programs import graph
+
+__all__ = ["NAMES", "WAYS", "WRONG", "Base", "install"]
+
+NAMES = ("TestA", "TestB")
+
+
+class Base(headrace.Delegate):
+    """Computes the graph of its payload in one host function on the stream of the call."""
+
+    # Called with the stream of each call; a test puts its own here.
+    on_run: Callable[[Any], None] | None = None
+
+    def load(self, payload: bytes, context: headrace.delegate.Context) -> None:
+        self.context = context
+        self.graph = graph.decode(payload)
+        self.compute = graph.compile(payload)
+
+    def run(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
+        if type(self).on_run is not None:
+            type(self).on_run(stream)
+        self.enqueue(inputs, outputs, stream)
+
+    def body(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
+        def work() -> None:
+            for buffer, result in zip(outputs, self.compute([b.numpy() for b in inputs]), strict=True):
+                # Outputs have the greatest shape of the plan.
+                buffer.numpy()[tuple(slice(0, n) for n in result.shape)] = result
+
+        return work
+
+    def enqueue(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
+        stream.call(self.body(inputs, outputs), reads=inputs, writes=outputs)
+
+
+class OneCall(Base):
+    pass
+
+
+class CallForEachStep(Base):
+    """Every operation of the graph is a host function of its own; what is between them is the delegate's memory."""
+
+    def enqueue(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
+        values: dict[str, Any] = dict(self.graph["constants"])
+
+        def fetch() -> None:
+            values.update({n: np.array(b.numpy()) for n, b in zip(self.graph["inputs"], inputs, strict=True)})
+
+        def step(op: dict[str, Any]) -> Callable[[], None]:
+            def work() -> None:
+                args = [values[a] if isinstance(a, str) else a for a in op["args"]]
+                values[op["out"]] = graph.OPS[op["op"]](*args)
+
+            return work
+
+        def store() -> None:
+            for name, buffer in zip(self.graph["outputs"], outputs, strict=True):
+                result = values[name]
+                buffer.numpy()[tuple(slice(0, n) for n in result.shape)] = result
+
+        stream.call(fetch, reads=inputs)
+        for op in self.graph["ops"]:
+            stream.call(step(op))
+        stream.call(store, writes=outputs)
+
+
+class SideStream(Base):
+    """Works on a stream of its own, and orders it behind the stream of the call and before what follows there:
+    what an engine with auxiliary streams has to do."""
+
+    def enqueue(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
+        side = stream.device.stream()
+        side.wait(stream.record())
+        side.call(self.body(inputs, outputs), reads=inputs, writes=outputs)
+        stream.wait(side.record())
+
+
+class CurrentStream(Base):
+    """Ignores what it was handed and asks for the thread's selection, as a delegate of somebody else's does."""
+
+    def enqueue(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
+        selected = headrace.current_stream()
+        if selected is None:  # on the cpu there is nothing to select
+            selected = stream
+        selected.call(self.body(inputs, outputs), reads=inputs, writes=outputs)
+
+
+WAYS: dict[str, type[Base]] = {
+    "one call": OneCall,
+    "a call for each step": CallForEachStep,
+    "a side stream": SideStream,
+    "the thread's selection": CurrentStream,
+}
+
+
+class OwnStream(Base):
+    """The fault this project is about: a stream of the delegate's own that nothing orders."""
+
+    def enqueue(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
+        if not hasattr(self, "own"):
+            self.own = stream.device.stream()
+        self.own.call(self.body(inputs, outputs), reads=inputs, writes=outputs)
+
+
+class OwnStreamEveryTime(Base):
+    def enqueue(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
+        stream.device.stream().call(self.body(inputs, outputs), reads=inputs, writes=outputs)
+
+
+WRONG: dict[str, type[Base]] = {"a stream for each delegate": OwnStream, "for each call": OwnStreamEveryTime}
+
+
+def install(way: type[Base], names: Sequence[str] = NAMES) -> dict[str, type[Base]]:
+    """Define ``names`` anew on top of ``way``; returns the classes."""
+    made = {}
+    for name in names:
+
+        class Named(way, name=name):  # type: ignore[misc, valid-type, call-arg]
+            pass
+
+        Named.__name__ = name
+        made[name] = Named
+    return made
