@@ -68,9 +68,9 @@ class _Trace:
     def run(self, conflicts: Sequence[Conflict]) -> list[dict[str, Any]]:
         devices: dict[int, int] = {}
         rows: set[tuple[int, int]] = set()
-        for stream in self.log.streams.values():
-            if not stream.host:
-                devices.setdefault(stream.device_id, HOST + 1 + len(devices))
+        for known in self.log.streams.values():
+            if not known.host:
+                devices.setdefault(known.device_id, HOST + 1 + len(devices))
         opened: dict[tuple[str, int], Entry] = {}
         recorded: dict[int, int] = {}  # event -> the entry that recorded it last
         self._name(HOST, None, "host")

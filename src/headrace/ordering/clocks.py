@@ -255,7 +255,8 @@ class Clocks:
             return [point] if point is not None and capture is None else []
         stream = self.log.streams[entry.stream]
         if entry.kind == Kind.SYNCHRONIZE_DEVICE:
-            return [l.last for l in self._lanes.values() if l.stream.device_id == stream.device_id]
+            lanes = [v for v in self._lanes.values() if v.stream.device_id == stream.device_id]
+            return [lane.last for lane in lanes]
         lanes = [self._lane(entry.stream)]
         if stream.legacy:
             lanes += self._neighbours(stream)
