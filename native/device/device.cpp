@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "device/record.h"
 #include "device/refusal.h"
 #include "device/registry.h"
 
@@ -9,7 +10,12 @@ namespace headrace {
 
 namespace {
 
+using record::Kind;
+using record::Operation;
+using record::touch;
+
 std::atomic<int32_t> next_id{1 << 16};  // above every CUDA ordinal
+std::atomic<uint64_t> next_object{1};
 
 StreamHandle normal(StreamHandle stream) { return stream == 0 ? kLegacyStream : stream; }
 
@@ -42,7 +48,8 @@ ThreadCounts& thread_counts() {
   return counts;
 }
 
-DeviceObject::DeviceObject(const Device& device) : device_name_(device.name()), device_id_(device.id()) {}
+DeviceObject::DeviceObject(const Device& device)
+    : device_name_(device.name()), device_id_(device.id()), number_(next_object++) {}
 DeviceObject::~DeviceObject() = default;
 
 Device::Device(std::string name, Backend backend, int ordinal)
@@ -53,7 +60,10 @@ Device::Device(std::string name, Backend backend, int ordinal)
   remember_device_name(id_, name_);
 }
 
-Device::~Device() { forget_device(this); }
+Device::~Device() {
+  forget_device(this);
+  record::forget_streams(id_);
+}
 
 Result<void*> Device::allocate(size_t nbytes, StreamHandle stream) {
   HEADRACE_OUTSIDE("allocate");
@@ -61,6 +71,8 @@ Result<void*> Device::allocate(size_t nbytes, StreamHandle stream) {
   if (data.ok()) {
     remember_allocation(*data, nbytes, this);
     ++thread_counts().driver_allocations;
+    if (record::recording())
+      (void)record::add(this, Kind::kAllocate, stream, 0, {{touch(*data, nbytes, true)}});
   }
   return data;
 }
@@ -69,7 +81,8 @@ Status Device::free(void* data, StreamHandle stream) {
   HEADRACE_OUTSIDE("free");
   // Forgotten first: another thread may be given the same address as soon as do_free() has let it go.
   auto nbytes = forget_allocation(data, this);
-  Status status = do_free(data, normal(stream));
+  Operation recorded(*this, Kind::kFree, stream, 0, {touch(data, nbytes.value_or(0), true)});
+  Status status = recorded.end(do_free(data, normal(stream)));
   if (status.ok()) {
     ++thread_counts().driver_frees;
   } else if (nbytes) {
@@ -80,12 +93,14 @@ Status Device::free(void* data, StreamHandle stream) {
 
 Status Device::copy(void* to, const void* from, size_t nbytes, StreamHandle stream) {
   HEADRACE_OUTSIDE("copy");
-  return do_copy(to, from, nbytes, normal(stream));
+  Operation recorded(*this, Kind::kCopy, stream, 0, {touch(from, nbytes, false), touch(to, nbytes, true)});
+  return recorded.end(do_copy(to, from, nbytes, normal(stream)));
 }
 
 Status Device::fill(void* to, uint8_t byte, size_t nbytes, StreamHandle stream) {
   HEADRACE_OUTSIDE("fill");
-  return do_fill(to, byte, nbytes, normal(stream));
+  return Operation(*this, Kind::kFill, stream, 0, {touch(to, nbytes, true)})
+      .end(do_fill(to, byte, nbytes, normal(stream)));
 }
 
 PointerInfo Device::where(const void* address) const { return do_where(address); }
@@ -94,12 +109,20 @@ MemoryCounts Device::memory() const { return do_memory(); }
 Result<StreamHandle> Device::create_stream(const StreamOptions& options) {
   HEADRACE_OUTSIDE("create_stream");
   if (options.partition) HEADRACE_OURS("create_stream", "a partition", *options.partition);
-  return do_create_stream(options);
+  auto stream = do_create_stream(options);
+  if (stream.ok()) {
+    record::remember_stream(*this, *stream, options.blocking,
+                            options.partition ? options.partition->sm_count() : 0);
+  }
+  return stream;
 }
 
 Status Device::destroy_stream(StreamHandle stream) {
   HEADRACE_OUTSIDE("destroy_stream");
-  return do_destroy_stream(normal(stream));
+  record::StreamInfo known = record::forget_stream(*this, normal(stream));
+  Status status = do_destroy_stream(normal(stream));
+  if (!status.ok()) record::remember_stream(std::move(known));
+  return status;
 }
 
 Status Device::check_stream(StreamHandle stream) const {
@@ -134,25 +157,29 @@ void set_wait_hooks(WaitHooks hooks) { wait_hooks = hooks; }
 Status Device::synchronize(StreamHandle stream) {
   HEADRACE_OUTSIDE("synchronize_stream");
   WaitScope waiting;
-  return do_synchronize(normal(stream));
+  record::Wait recorded(*this, Kind::kSynchronizeStream, stream);
+  return recorded.end(do_synchronize(normal(stream)));
 }
 
 Status Device::synchronize() {
   HEADRACE_OUTSIDE("synchronize_device");
   WaitScope waiting;
-  return do_synchronize();
+  record::Wait recorded(*this, Kind::kSynchronizeDevice, kLegacyStream);
+  return recorded.end(do_synchronize());
 }
 
 Result<bool> Device::query(StreamHandle stream) {
   HEADRACE_OUTSIDE("query_stream");
-  return do_query(normal(stream));
+  record::Wait recorded(*this, Kind::kQueryStream, stream);
+  return recorded.end(do_query(normal(stream)));
 }
 
 Status Device::call(StreamHandle stream, HostFunction function, std::vector<Access> accesses) {
   HEADRACE_OUTSIDE("call");
   if (!function)
     return refusal(ErrorCode::kInput, name_, "call", "a function to run", "an empty one", "give it one");
-  return do_call(normal(stream), std::move(function), std::move(accesses));
+  Operation recorded(*this, stream, accesses);
+  return recorded.end(do_call(normal(stream), std::move(function), std::move(accesses)));
 }
 
 Result<EventRef> Device::create_event(bool timing) {
@@ -162,23 +189,27 @@ Result<EventRef> Device::create_event(bool timing) {
 
 Status Device::record(Event& event, StreamHandle stream) {
   HEADRACE_OURS("record", "an event", event);
-  return do_record(event, normal(stream));
+  Operation recorded(*this, Kind::kRecord, stream, event.number());
+  return recorded.end(do_record(event, normal(stream)));
 }
 
 Status Device::wait(StreamHandle stream, Event& event) {
   HEADRACE_OURS("wait", "an event", event);
-  return do_wait(normal(stream), event);
+  Operation recorded(*this, Kind::kWait, stream, event.number());
+  return recorded.end(do_wait(normal(stream), event));
 }
 
 Status Device::synchronize(Event& event) {
   HEADRACE_OURS("synchronize_event", "an event", event);
   WaitScope waiting;
-  return do_synchronize(event);
+  record::Wait recorded(*this, Kind::kSynchronizeEvent, kLegacyStream, event.number());
+  return recorded.end(do_synchronize(event));
 }
 
 Result<bool> Device::query(Event& event) {
   HEADRACE_OURS("query_event", "an event", event);
-  return do_query(event);
+  record::Wait recorded(*this, Kind::kQueryEvent, kLegacyStream, event.number());
+  return recorded.end(do_query(event));
 }
 
 Result<double> Device::elapsed_ms(Event& from, Event& to) {
@@ -189,12 +220,18 @@ Result<double> Device::elapsed_ms(Event& from, Event& to) {
 
 Status Device::begin_capture(StreamHandle stream, CaptureMode mode) {
   HEADRACE_OUTSIDE("begin_capture");
-  return do_begin_capture(normal(stream), mode);
+  Operation recorded(*this, Kind::kBeginCapture, stream);
+  return recorded.end(do_begin_capture(normal(stream), mode));
 }
 
 Result<GraphRef> Device::end_capture(StreamHandle stream) {
   HEADRACE_OUTSIDE("end_capture");
-  return do_end_capture(normal(stream));
+  auto graph = do_end_capture(normal(stream));
+  if (record::recording()) {
+    uint64_t number = graph.ok() ? (*graph)->number() : 0;
+    (void)record::add(this, Kind::kEndCapture, stream, number, {});
+  }
+  return graph;
 }
 
 Result<CaptureStatus> Device::capture_status(StreamHandle stream) {
@@ -206,7 +243,10 @@ CaptureMode Device::exchange_capture_mode(CaptureMode mode) { return do_exchange
 
 Result<GraphExecRef> Device::instantiate(Graph& graph) {
   HEADRACE_OURS("instantiate", "a graph", graph);
-  return do_instantiate(graph);
+  auto exec = do_instantiate(graph);
+  if (exec.ok() && record::recording())
+    (void)record::add(this, Kind::kInstantiate, kLegacyStream, (*exec)->number(), {}, graph.number());
+  return exec;
 }
 
 Status Device::upload(GraphExec& exec, StreamHandle stream) {
@@ -216,7 +256,8 @@ Status Device::upload(GraphExec& exec, StreamHandle stream) {
 
 Status Device::launch(GraphExec& exec, StreamHandle stream) {
   HEADRACE_OURS("launch", "an executable graph", exec);
-  return do_launch(exec, normal(stream));
+  Operation recorded(*this, Kind::kLaunch, stream, exec.number());
+  return recorded.end(do_launch(exec, normal(stream)));
 }
 
 SmLimits Device::sm_limits() const { return do_sm_limits(); }

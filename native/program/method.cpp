@@ -1,10 +1,12 @@
 #include "program/method.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cinttypes>
 #include <cstring>
 #include <new>
 
+#include "device/record.h"
 #include "headrace/caller_stream.h"
 #include "program/engine.h"
 #include "program/exit.h"
@@ -138,8 +140,15 @@ struct Instance::Call {
   std::vector<std::shared_ptr<void>> keeps;
 };
 
+std::atomic<uint64_t> next_instance{1};
+
 Instance::Instance(const ProgramCore& core, const MethodPlan& plan, Shared& shared)
-    : core_(core), plan_(plan), device_(core.device), shared_(shared), uses_device_(uses_device(plan)) {
+    : core_(core),
+      plan_(plan),
+      device_(core.device),
+      shared_(shared),
+      uses_device_(uses_device(plan)),
+      number_(next_instance++) {
   for (size_t i = 0; i < plan.inputs.size(); ++i) slots_.push_back(std::make_unique<TensorSlot>());
   for (int32_t value : plan.outputs) {
     const TensorPlan* t = plan.tensor_of(value);
@@ -462,7 +471,15 @@ Status Instance::bind_input(size_t i, const Value& value, Call& call) {
   }
   if (plan_.values[static_cast<size_t>(plan_.inputs[i])].kind == ValueKind::kString) return {};
   et::Error error = method_->set_input(bound, i);
-  if (error == et::Error::Ok) return {};
+  if (error == et::Error::Ok) {
+    const TensorPlan* plan = plan_.tensor_of(plan_.inputs[i]);
+    if (plan != nullptr && !apart(*plan)) {
+      size_t nbytes = value.tensor.nbytes();
+      record::host("input", {record::touch(slots_[i]->impl->data(), nbytes, false, plan_.inputs[i]),
+                             record::touch(planned_address(*plan), nbytes, true, plan_.inputs[i])});
+    }
+    return {};
+  }
   return Status(ErrorCode::kInput, plan_.name + ", input " + std::to_string(i) + ": expected " +
                                        describe(describe_value(plan_, plan_.inputs[i])) + ", got " +
                                        describe(value) + "; the engine refuses it: " + et::to_string(error));
@@ -536,6 +553,12 @@ Status Instance::collect_output(size_t i, const Value* given, Call& call, Value&
   const Tensor& tensor = value.toTensor();
   const void* source = tensor.const_data_ptr();
   bool there = apart(*plan_.tensor_of(plan_.outputs[i]));
+  auto taken = [&](const void* to, size_t written) {
+    if (there) return;
+    size_t read = tensor.nbytes();
+    record::host("output", {record::touch(source, read, false, plan_.outputs[i]),
+                            record::touch(to == source ? nullptr : to, written, true)});
+  };
   TensorView& view = out.tensor;
   out.kind = Value::Kind::kTensor;
   if (there) out.device = device_;
@@ -572,12 +595,14 @@ Status Instance::collect_output(size_t i, const Value* given, Call& call, Value&
     } else if (source != to.data && !there) {
       unpack(source, view, to);
     }
+    taken(to.data, nbytes);
     view = to;
     out.block = given->block;
     return {};
   }
   if (out.block && source == out.block->data()) {
     view.data = out.block->data();
+    taken(source, nbytes);
     return {};
   }
   if (!out.block || out.block->capacity() < nbytes) {
@@ -590,13 +615,14 @@ Status Instance::collect_output(size_t i, const Value* given, Call& call, Value&
   if (nbytes == 0) return {};
   if (there) return device_->copy(view.data, source, nbytes, call.settled.stream);
   std::memcpy(view.data, source, nbytes);
+  taken(view.data, nbytes);
   return {};
 }
 
 // The engine marks its instruction-wise interface as experimental; the version is pinned.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-Status Instance::execute() {
+Status Instance::execute(const Settled& settled) {
   auto unless_it_aborts = [&](auto&& call) {
     try {
       return call();
@@ -608,7 +634,7 @@ Status Instance::execute() {
   LogScope log;
   et::Error error = et::Error::Ok;
   if (!plan_.loops) {
-    error = unless_it_aborts([&] { return method_->execute(); });
+    error = unless_it_aborts([&] { return record::recording() ? execute_recorded(settled) : method_->execute(); });
   } else {
     int64_t steps = 0;
     while ((error = unless_it_aborts([&] { return method_->step(); })) == et::Error::Ok) {
@@ -684,6 +710,11 @@ Status Instance::run(std::span<const Value> inputs, std::span<const Value> out, 
   std::optional<CallerStreamGuard> selection;
   // Delegates of others read the thread's selection: for the length of the call it is the stream of the call.
   if (ordered) selection.emplace(reinterpret_cast<cudaStream_t>(settled.stream), device_->id());
+  std::optional<record::CallScope> recorded;
+  if (record::recording()) {
+    recorded.emplace(ordered ? *device_ : *cpu_device(), settled.stream, plan_.name, number_);
+    if (!recorded->named()) recorded->name_values(value_labels());
+  }
   auto given = [&](size_t i) -> const Value* {
     return out.empty() || out[i].kind == Value::Kind::kNone ? nullptr : &out[i];
   };
@@ -697,7 +728,7 @@ Status Instance::run(std::span<const Value> inputs, std::span<const Value> out, 
     for (size_t i = 0; i < outputs.size(); ++i) {
       if (Status status = bind_output(i, given(i), call, outputs[i]); !status.ok()) return status;
     }
-    Status status = execute();
+    Status status = execute(settled);
     if (!status.ok() && !call.context.failure.ok()) {
       // The engine knows a code; whoever failed said why.
       call.context.failure.log.insert(call.context.failure.log.end(), status.log.begin(), status.log.end());

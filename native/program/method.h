@@ -90,7 +90,11 @@ class Instance {
   Status dense_on_host(size_t i, const TensorView& view, Call& call, void*& data);
   Status bind_output(size_t i, const Value* given, Call& call, Value& out);
   Status collect_output(size_t i, const Value* given, Call& call, Value& out);
-  Status execute();
+  Status execute(const Settled& settled);
+  // method_record.cpp: the same, instruction by instruction, for whoever records.
+  class Walk;
+  executorch::runtime::Error execute_recorded(const Settled& settled);
+  std::vector<std::string> value_labels() const;
   Status begin(Call& call);
   Status finish(Call& call);
   // Whether the value lies on a device whose memory the host cannot touch.
@@ -120,6 +124,10 @@ class Instance {
   std::vector<char> output_is_final_;   // no instruction reads the output after the one that makes it
   std::vector<char> input_is_written_;  // by the program itself: never the caller's memory
   bool torn_ = false;  // a call ended in the middle of a loop, whose counters are now anything
+
+  const uint64_t number_;        // unique in the process, for records
+  bool half_walked_ = false;     // a recorded call failed, and the engine's place is in the middle of the method
+  std::vector<IslandPlan> islands_;  // once a call was recorded
 
   EventRef last_;            // behind the work of the last call, where it may still run
   std::vector<std::weak_ptr<Block>> written_;  // by that work, while nobody waited for it

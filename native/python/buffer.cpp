@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "device/record.h"
 #include "python/gil.h"
 #include "python/objects.h"
 
@@ -111,6 +112,9 @@ nb::tuple tuple_of(const std::array<int64_t, kMaxDims>& values, int count, int64
 // The memory as a host view: its own where the host may touch it, else a copy that is complete.
 std::pair<TensorView, nb::object> on_host(const Buffer& buffer) {
   if (host_may_touch(buffer)) {
+    // Inside a host function it is the device's work that reads, and that declared it.
+    if (!in_host_function())
+      record::host("Buffer.numpy", {record::touch(buffer.view.data, buffer.view.nbytes(), false)});
     nb::object owner = buffer.block ? block_owner(buffer.block) : nb::object(nb::none());
     return {buffer.view, owner};
   }
@@ -138,6 +142,7 @@ std::pair<TensorView, nb::object> on_host(const Buffer& buffer) {
     }
   }
   check(status);
+  record::host("Buffer.numpy", {record::touch((*host)->data(), nbytes, false)});
   TensorView view = buffer.view;
   view.data = (*host)->data();
   view.device = {};

@@ -7,7 +7,9 @@
 #include <array>
 #include <map>
 #include <mutex>
+#include <optional>
 
+#include "device/record.h"
 #include "program/allocator.h"
 #include "program/engine.h"
 #include "program/islands.h"
@@ -239,6 +241,16 @@ class PyBackend final : public et::BackendInterface {
         item = nb::none();
       }
       PyTuple_SET_ITEM(sides[out].ptr(), static_cast<Py_ssize_t>(out ? i - count : i), item.release().ptr());
+    }
+    std::optional<record::IslandScope> recorded;
+    if (record::recording()) {
+      std::vector<record::Touch> touches;
+      for (size_t i = 0; i < args.size(); ++i) {
+        if (!args[i]->isTensor()) continue;
+        const auto& tensor = args[i]->toTensor();
+        touches.push_back(record::touch(tensor.const_data_ptr(), tensor.nbytes(), i >= count));
+      }
+      recorded.emplace(*device, stream->handle, loaded.name, loaded.island, touches);
     }
     nb::handle(loaded.object).attr("run")(sides[0], sides[1], nb::cast(stream));
     return et::Error::Ok;

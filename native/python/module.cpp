@@ -174,6 +174,7 @@ NB_MODULE(_core, m) {
   bind_objects(m);
   bind_buffer(m);
   bind_delegates(m);
+  bind_record(m);
 
   nb::class_<Method>(m, "Method")
       .def_prop_ro("name", &Method::name)

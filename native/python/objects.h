@@ -63,5 +63,6 @@ std::string traceback_of(const nb::python_error& error);
 void bind_objects(nb::module_& m);
 void bind_buffer(nb::module_& m);
 void bind_delegates(nb::module_& m);
+void bind_record(nb::module_& m);
 
 }  // namespace headrace

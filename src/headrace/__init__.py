@@ -29,6 +29,7 @@ from .errors import (
     OutOfDeviceMemory,
     ProgramError,
 )
+from .ordering import Record, record
 from .program import Method, Program, load
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ __all__ = [
     "Partition",
     "Program",
     "ProgramError",
+    "Record",
     "Stream",
     "audit",
     "caller_stream",
@@ -62,5 +64,6 @@ __all__ = [
     "device",
     "load",
     "num_threads",
+    "record",
     "set_num_threads",
 ]

@@ -79,6 +79,8 @@ class HEADRACE_API DeviceObject {
   DeviceObject& operator=(const DeviceObject&) = delete;
   const std::string& device_name() const { return device_name_; }
   int32_t device_id() const { return device_id_; }
+  // Unique in the process, and never used again, as an address is.
+  uint64_t number() const { return number_; }
 
  protected:
   explicit DeviceObject(const Device& device);
@@ -86,6 +88,7 @@ class HEADRACE_API DeviceObject {
  private:
   std::string device_name_;
   int32_t device_id_;
+  uint64_t number_;
 };
 
 class HEADRACE_API Event : public DeviceObject {
