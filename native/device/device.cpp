@@ -106,6 +106,11 @@ Status Device::fill(void* to, uint8_t byte, size_t nbytes, StreamHandle stream) 
 PointerInfo Device::where(const void* address) const { return do_where(address); }
 MemoryCounts Device::memory() const { return do_memory(); }
 
+Status Device::trim() {
+  HEADRACE_OUTSIDE("trim");
+  return do_trim();
+}
+
 Result<StreamHandle> Device::create_stream(const StreamOptions& options) {
   HEADRACE_OUTSIDE("create_stream");
   if (options.partition) HEADRACE_OURS("create_stream", "a partition", *options.partition);

@@ -505,6 +505,7 @@ Status Instance::bind_output(size_t i, const Value* given, Call& call, Value& ou
     }
     if (there) call.writes.push_back(given->block);
   }
+  if (given != nullptr && there && given->keep) call.keeps.push_back(given->keep);
   if (!output_is_caller_memory_[i]) {
     if (!there && plan->storage == Storage::kPlanned && output_is_final_[i]) {
       call.context.host_outputs.push_back(planned_address(*plan));

@@ -71,9 +71,15 @@ Status check_device(ProgramCore& core) {
       return status;
   }
   if (core.device == nullptr && wanted) {
-    return Status(ErrorCode::kDevice, name +
-                                          ": expected a device for its device memory, got none; load it with "
-                                          "device=, such as 'cuda:0' or 'sim'");
+    // Never a simulated one: it would give answers where a GPU was meant.
+    auto gpu = cuda_device(0);
+    if (!gpu.ok()) {
+      Status status(gpu.status().code(),
+                    name + ", which needs a device for its memory: " + gpu.status().message());
+      status.device = "cuda:0";
+      return status;
+    }
+    core.device = *gpu;
   }
   if (core.device == nullptr) core.device = cpu_device();
   return {};

@@ -283,11 +283,23 @@ size_t set_shape(TensorView& view, nb::handle shape, const char* where) {
   return nbytes;
 }
 
+bool dtype_by_typestr(const std::string& typestr, DType& dtype) {
+  nb::str text(typestr.c_str());
+  PyArray_Descr* descr = nullptr;
+  if (PyArray_DescrConverter(text.ptr(), &descr) != NPY_SUCCEED || descr == nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  nb::object owner = nb::steal((PyObject*)descr);
+  return !PyDataType_ISBYTESWAPPED(descr) && from_numpy_type(descr->type_num, dtype);
+}
+
 Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const std::string& method,
-               const char* role, size_t index) {
+               const char* role, size_t index, const Reader& reader) {
   Value value;
   PyObject* o = object.ptr();
   std::string what;
+  auto message = [&] { return method + ", " + role + " " + std::to_string(index); };
   if (PyArray_Check(o)) {
     value.kind = Value::Kind::kTensor;
     if (!view_numpy((PyArrayObject*)o, value.tensor, what)) bad_input(method, role, index, what);
@@ -306,7 +318,8 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
     keep =
         expected == Value::Kind::kTensor ? nb::steal(PyArray_FromScalar(o, nullptr)) : object.attr("item")();
     if (!keep.is_valid()) nb::raise_python_error();
-    if (!PyArray_IsScalar(keep.ptr(), Generic)) return to_value(keep, expected, keep, method, role, index);
+    if (!PyArray_IsScalar(keep.ptr(), Generic))
+      return to_value(keep, expected, keep, method, role, index, reader);
   }
   if (PyBool_Check(o)) {
     value.kind = Value::Kind::kBool;
@@ -339,9 +352,12 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
     return value;
   }
   if (nb::hasattr(object, "__dlpack__")) {
+    bool cuda = false;
     try {
-      keep = object.attr("__dlpack__")();
+      cuda = is_cuda_dlpack(object);
+      keep = cuda ? cuda_dlpack(object, reader, message()) : object.attr("__dlpack__")();
     } catch (nb::python_error& e) {
+      if (e.matches(nb::module_::import_("headrace.errors").attr("HeadraceError"))) throw;
       refused(e, "an array that gives itself by DLPack", method, role, index);
     }
     if (!PyCapsule_IsValid(keep.ptr(), "dltensor")) {
@@ -353,12 +369,17 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
     auto* managed = static_cast<dl::ManagedTensor*>(PyCapsule_GetPointer(keep.ptr(), "dltensor"));
     value.kind = Value::Kind::kTensor;
     if (!view_dlpack(managed->tensor, value.tensor, what)) bad_input(method, role, index, what);
-    if (value.tensor.device.kind != DeviceKind::kCpu) {
-      // Never read as if it were the host's.
-      bad_input(method, role, index,
-                "expected memory of the host or a Buffer, got memory of cuda:" +
-                    std::to_string(value.tensor.device.index) + ", which no device in this process has");
+    if (cuda) {
+      confirm(value.tensor, reader, message());
+      value.device = reader.device;
     }
+    return value;
+  }
+  if (nb::hasattr(object, "__cuda_array_interface__")) {
+    value.kind = Value::Kind::kTensor;
+    value.tensor = cuda_array(object, reader, std::strcmp(role, "out") == 0, message());
+    value.device = reader.device;
+    keep = nb::borrow(object);
     return value;
   }
   if (nb::hasattr(object, "__array_interface__")) {
@@ -367,15 +388,16 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
       nb::python_error e;
       refused(e, "an array that gives itself by the array interface", method, role, index);
     }
-    return to_value(keep, expected, keep, method, role, index);
+    return to_value(keep, expected, keep, method, role, index, reader);
   }
   bad_input(method, role, index,
-            "expected an array (NumPy, DLPack or the array interface) or a number, got " +
+            "expected an array (NumPy, DLPack or an array interface) or a number, got " +
                 std::string(Py_TYPE(o)->tp_name) + "; convert it with numpy.asarray");
 }
 
-Value to_out(nb::handle object, nb::object& keep, const std::string& method, size_t index) {
-  Value value = to_value(object, Value::Kind::kTensor, keep, method, "out", index);
+Value to_out(nb::handle object, nb::object& keep, const std::string& method, size_t index,
+             const Reader& reader) {
+  Value value = to_value(object, Value::Kind::kTensor, keep, method, "out", index, reader);
   if (value.kind != Value::Kind::kTensor) return value;
   PyObject* array = PyArray_Check(object.ptr()) ? object.ptr() : keep.ptr();
   if (PyArray_IsScalar(object.ptr(), Generic) ||

@@ -31,19 +31,43 @@ class Resizer {
 // Memory with a dtype, a shape and strides, on a device.
 struct Buffer {
   TensorView view;
-  BlockRef block;                    // null where the memory is lent for a call
-  std::shared_ptr<PyDevice> device;  // null for host memory that no device knows
-  std::shared_ptr<Resizer> resizer;  // of an output lent to a delegate
+  BlockRef block;                           // null where the memory is lent for a call
+  std::shared_ptr<PyDevice> device;         // null for host memory that no device knows
+  std::shared_ptr<Resizer> resizer;         // of an output lent to a delegate
+  StreamHandle lent_on = kPerThreadStream;  // of memory lent for a call: the stream of the call
+};
+
+// For whom an array is read or written: work that is enqueued on `stream` of `device` from now on. Memory of
+// a GPU is ordered before it, by whoever made the array.
+struct Reader {
+  DeviceRef device;  // null: nobody who could use memory of a GPU
+  StreamHandle stream = kPerThreadStream;
 };
 
 // A view on any Python argument. `keep` holds what must outlive the view. `where` opens a message.
 // Raises InputError for arrays that cannot be read (byte order, dtype, more than 16 dimensions).
+// DeviceError: memory of another device than the reader's.
 Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const std::string& method,
-               const char* role, size_t index);
+               const char* role, size_t index, const Reader& reader = {});
 
 // As to_value, for an array that the method writes to: an InputError too where it must not be written, or
 // where one element stands for several.
-Value to_out(nb::handle object, nb::object& keep, const std::string& method, size_t index);
+Value to_out(nb::handle object, nb::object& keep, const std::string& method, size_t index,
+             const Reader& reader);
+
+// The two ways that memory of a GPU comes in (cuda_arrays.cpp). `message` opens what is raised.
+// Whether the object says by DLPack that its memory is a GPU's.
+bool is_cuda_dlpack(nb::handle object);
+// Its capsule, for the reader's stream: the producer makes that stream wait for whatever still writes. No
+// wait where the stream captures, which an event from outside would break: order it before the capture
+// begins.
+nb::object cuda_dlpack(nb::handle object, const Reader& reader, const std::string& message);
+// A view by __cuda_array_interface__ (version 3), ordered before the reader by the stream that it names.
+TensorView cuda_array(nb::handle object, const Reader& reader, bool write, const std::string& message);
+// Raises where the driver does not confirm that the memory is the reader's device's, all of it.
+void confirm(const TensorView& view, const Reader& reader, const std::string& message);
+// Sets the dtype by NumPy's name for it ("<f4"); false where it is none of ours.
+bool dtype_by_typestr(const std::string& typestr, DType& dtype);
 
 // A str of bytes that should be UTF-8, but come from a file or a path: what is not becomes "\\xff".
 nb::object text_of(const std::string& bytes);

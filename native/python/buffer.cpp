@@ -19,10 +19,28 @@ struct Exported {
   int64_t shape[kMaxDims], strides[kMaxDims];
 };
 
+Backend backend_of(const Buffer& buffer) {
+  return buffer.device ? buffer.device->device->backend() : Backend::kCpu;
+}
+
 // Whether the host may touch the memory now: it always may where memory is the host's, and on a simulated
 // device inside a host function alone, which is where that device's work runs.
 bool host_may_touch(const Buffer& buffer) {
-  return buffer.device == nullptr || buffer.device->device->backend() == Backend::kCpu || in_host_function();
+  Backend backend = backend_of(buffer);
+  return backend == Backend::kCpu || (backend == Backend::kSim && in_host_function());
+}
+
+// Puts a consumer's stream behind what writes the buffer.
+void order_before(const Buffer& buffer, StreamHandle consumer) {
+  if (buffer.block) {
+    check(buffer.block->order(consumer, false));
+  } else if (consumer != buffer.lent_on) {
+    Device& device = *buffer.device->device;
+    auto event = buffer.device->events.take(device);
+    check(event.status());
+    check(device.record(**event, buffer.lent_on));
+    check(device.wait(consumer, **event));
+  }
 }
 
 std::string device_text(const Buffer& buffer) {
@@ -46,7 +64,7 @@ dl::Device dlpack_device(const Buffer& buffer) {
 
 // Makes the consumer's stream wait for the writer, as DLPack's `stream` argument asks; -1 asks for nothing.
 void hand_over(const Buffer& buffer, nb::handle stream) {
-  if (!buffer.block || host_may_touch(buffer)) return;
+  if (host_may_touch(buffer)) return;
   int64_t handle = kLegacyStream;
   if (!stream.is_none() && !nb::try_cast(stream, handle)) {
     raise(Status(ErrorCode::kInput, std::string("Buffer.__dlpack__: expected a stream as an int, got ") +
@@ -58,7 +76,33 @@ void hand_over(const Buffer& buffer, nb::handle stream) {
                  "Buffer.__dlpack__: expected a stream of 1, 2 or an address, or -1 for none, got " +
                      std::to_string(handle) + " (DLPack forbids 0)"));
   }
-  check(buffer.block->order(static_cast<StreamHandle>(handle), false));
+  order_before(buffer, static_cast<StreamHandle>(handle));
+}
+
+// For consumers without DLPack. The stream that it names is the calling thread's own, put behind the writer,
+// or the call's where memory is lent for a call.
+nb::dict cuda_array_interface(const Buffer& buffer) {
+  int type = numpy_type(buffer.view.dtype);
+  if (backend_of(buffer) != Backend::kCuda)
+    throw nb::attribute_error("__cuda_array_interface__: the memory is not a GPU's");
+  if (type < 0) throw nb::attribute_error("__cuda_array_interface__: it has no such dtype; use DLPack");
+  StreamHandle stream = buffer.block ? kPerThreadStream : buffer.lent_on;
+  order_before(buffer, stream);
+  nb::list shape, strides;
+  for (size_t d = 0; d < static_cast<size_t>(buffer.view.ndim); ++d) {
+    shape.append(buffer.view.sizes[d]);
+    strides.append(buffer.view.strides_bytes[d]);
+  }
+  nb::dict out;
+  out["version"] = 3;
+  out["shape"] = nb::tuple(shape);
+  out["strides"] = nb::tuple(strides);
+  out["typestr"] = nb::module_::import_("numpy").attr("dtype")(dtype_name(buffer.view.dtype)).attr("str");
+  // No memory: a null pointer, as the interface asks for size 0.
+  out["data"] =
+      nb::make_tuple(buffer.view.numel() ? reinterpret_cast<uintptr_t>(buffer.view.data) : 0, false);
+  out["stream"] = stream;
+  return out;
 }
 
 nb::object to_dlpack(const Buffer& buffer, nb::handle stream, nb::handle, nb::handle device, nb::handle copy) {
@@ -120,9 +164,11 @@ std::pair<TensorView, nb::object> on_host(const Buffer& buffer) {
   }
   if (!buffer.block) {
     raise(Status(ErrorCode::kInput,
-                 "Buffer.numpy: expected to be inside stream.call, where the device's work runs, got "
-                 "memory of " +
-                     device_text(buffer) + " that a running call lent"));
+                 "Buffer.numpy: expected " +
+                     std::string(backend_of(buffer) == Backend::kCuda
+                                     ? "memory of its own"
+                                     : "to be inside stream.call, where the device's work runs") +
+                     ", got memory of " + device_text(buffer) + " that a running call lent"));
   }
   Device& device = *buffer.device->device;
   size_t nbytes = buffer.view.nbytes();
@@ -207,8 +253,9 @@ void resize(Buffer& buffer, nb::handle shape) {
 
 }  // namespace
 
-nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, std::shared_ptr<Resizer> resizer) {
-  return nb::cast(Buffer{view, nullptr, device, std::move(resizer)});
+nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, StreamHandle stream,
+                       std::shared_ptr<Resizer> resizer) {
+  return nb::cast(Buffer{view, nullptr, device, std::move(resizer), stream});
 }
 
 void bind_buffer(nb::module_& m) {
@@ -254,6 +301,8 @@ void bind_buffer(nb::module_& m) {
              dl::Device device = dlpack_device(b);
              return nb::make_tuple(device.type, device.id);
            })
+      .def_prop_ro("__cuda_array_interface__", &cuda_array_interface,
+                   "Version 3, on a GPU alone (else AttributeError); does not wait on the host.")
       .def("__repr__", [](const Buffer& b) {
         return "<headrace.Buffer " + describe(b.view) + " on " + device_text(b) + ">";
       });

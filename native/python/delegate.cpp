@@ -230,7 +230,7 @@ class PyBackend final : public et::BackendInterface {
         std::shared_ptr<OutputResizer> resizer;
         if (out)
           resizer = resizers.all.emplace_back(std::make_shared<OutputResizer>(args[i]->toTensor(), loaded));
-        item = lend_buffer(view_of(args[i]->toTensor()), shown, resizer);
+        item = lend_buffer(view_of(args[i]->toTensor()), shown, stream->handle, resizer);
       } else if (args[i]->isInt()) {
         item = nb::int_(args[i]->toInt());
       } else if (args[i]->isDouble()) {

@@ -75,11 +75,25 @@ void close_stream(PyStream& stream) {
 }
 
 // Puts an event behind what is on the stream now, for the buffer's next reader or writer.
-Status mark_used(PyDevice& device, StreamHandle stream, Block& block, bool write) {
+Status mark_used(PyDevice& device, StreamHandle stream, Block& block, bool write,
+                 EventRef* marked = nullptr) {
   auto event = device.events.take(*device.device);
   Status status = event.ok() ? device.device->record(**event, stream) : event.status();
+  if (status.ok() && marked != nullptr) *marked = *event;
   if (status.ok()) block.used(std::move(*event), write);
   return status;
+}
+
+// Keeps a foreign array until the copy from it is done.
+void keep_until(PyDevice& device, EventRef event, std::shared_ptr<void> array) {
+  std::vector<std::shared_ptr<void>> done;  // let go at the end: it may run any code
+  std::erase_if(device.kept, [&](auto& item) {
+    auto ended = device.device->query(*item.first);
+    if (!ended.ok() || !*ended) return false;
+    done.push_back(std::move(item.second));
+    return true;
+  });
+  device.kept.emplace_back(std::move(event), std::move(array));
 }
 
 nb::object empty(const PyDeviceRef& self, nb::handle shape, nb::handle dtype, nb::handle stream) {
@@ -104,12 +118,14 @@ nb::object empty(const PyDeviceRef& self, nb::handle shape, nb::handle dtype, nb
 nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle stream, nb::handle out) {
   nb::object keep;
   nb::object source = nb::borrow(array);
-  Value value = to_value(source, Value::Kind::kTensor, keep, self->device->name(), "to_device, argument", 0);
+  StreamHandle handle = stream_or_own(stream, self->device, "Device.to_device");
+  Reader reader{self->device, handle};
+  Value value =
+      to_value(source, Value::Kind::kTensor, keep, self->device->name(), "to_device, argument", 0, reader);
   if (value.kind != Value::Kind::kTensor) {
     raise(Status(ErrorCode::kInput,
                  self->device->name() + ", to_device: expected an array, got a number; use numpy.asarray"));
   }
-  StreamHandle handle = stream_or_own(stream, self->device, "Device.to_device");
   // Made dense by NumPy; host memory of any layout comes in.
   auto dense = [](const TensorView& v) {
     auto step = static_cast<int64_t>(itemsize(v.dtype));
@@ -125,7 +141,8 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
       raise(Status(ErrorCode::kInput, "Device.to_device: expected dense device memory, got a strided view"));
     }
     source = nb::module_::import_("numpy").attr("ascontiguousarray")(source);
-    value = to_value(source, Value::Kind::kTensor, keep, self->device->name(), "to_device, argument", 0);
+    value =
+        to_value(source, Value::Kind::kTensor, keep, self->device->name(), "to_device, argument", 0, reader);
   }
   nb::object result = out.is_none() ? nb::object() : nb::borrow(out);
   Buffer* target = nullptr;
@@ -158,16 +175,18 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
   size_t nbytes = value.tensor.nbytes();
   if (nbytes == 0) return result;
   if (value.block) check(unlocked([&] { return value.block->order(handle, false); }));
+  EventRef copied;
   check(unlocked([&] {
     Status status = self->device->copy(target->view.data, value.tensor.data, nbytes, handle);
     if (!status.ok()) return status;
-    status = mark_used(*self, handle, *target->block, true);
+    status = mark_used(*self, handle, *target->block, true, &copied);
     if (status.ok() && value.block && value.device) status = mark_used(*self, handle, *value.block, false);
     // Host memory is the caller's again when this returns, and so is everything where no event says when.
     if (status.ok() && value.device == nullptr) status = target->block->wait(false);
     if (!status.ok()) (void)drain(*self->device, handle);
     return status;
   }));
+  if (value.device != nullptr && !value.block) keep_until(*self, std::move(copied), hold(keep));
   return result;
 }
 
@@ -177,6 +196,15 @@ void call(PyStream& stream, nb::object function, nb::iterable reads, nb::iterabl
                                         std::string(Py_TYPE(function.ptr())->tp_name)));
   }
   StreamHandle handle = usable(stream);
+  if (stream.device->device->backend() == Backend::kCuda) {
+    // CUDA: a host function must not call CUDA, and it would wait for the interpreter's lock in the driver's
+    // thread while whoever holds the lock may wait for the driver.
+    raise(Status(ErrorCode::kNotSupported,
+                 stream.device->device->name() +
+                     ", Stream.call: expected the cpu or a simulated device, got a GPU, "
+                     "where Python functions cannot run in stream order; launch on "
+                     "stream.handle by a library such as CuPy or cuda.core"));
+  }
   std::vector<Access> accesses;
   std::vector<std::pair<BlockRef, bool>> blocks;
   nb::list kept;
@@ -276,6 +304,10 @@ PyDeviceRef device_object(const DeviceRef& device) {
   made->ring = std::make_shared<Ring>(device->backend() == Backend::kCpu ? nullptr : device);
   slot = made;
   return made;
+}
+
+PyDevice::~PyDevice() {
+  for (auto& [event, array] : kept) (void)device->synchronize(*event);
 }
 
 PyStream::~PyStream() {
@@ -395,12 +427,12 @@ void bind_objects(nb::module_& m) {
       .def(
           "trim",
           [](PyDevice& self) {
-            unlocked([&] {
+            check(unlocked([&] {
               self.ring->trim();
-              return 0;
-            });
+              return self.device->trim();
+            }));
           },
-          "Give back memory of dropped Buffers.")
+          "Give back memory of dropped Buffers, on a GPU to the system.")
       .def(
           "fail",
           [](PyDevice& self, const std::string& operation, int64_t at, bool memory) {
@@ -548,6 +580,17 @@ void bind_objects(nb::module_& m) {
           "Refuse new streams; those that exist go on.");
 
   m.def("cpu", [] { return device_object(cpu_device()); });
+  m.def("cuda",
+        [](int ordinal) { return device_object(unwrap(unlocked([&] { return cuda_device(ordinal); }))); });
+  m.def("cuda_info", [] {
+    CudaInfo info = unwrap(cuda_info());
+    nb::list gpus;
+    for (const CudaInfo::Gpu& gpu : info.gpus) {
+      gpus.append(nb::make_tuple(gpu.ordinal, text_of(gpu.name), gpu.capability_major, gpu.capability_minor,
+                                 gpu.sm_count, gpu.memory_nbytes, text_of(gpu.problem)));
+    }
+    return nb::make_tuple(info.driver_version, info.no_partitions, gpus);
+  });
   m.def("sim", &make_sim, nb::arg("schedule"), nb::arg("seed"), nb::arg("ordinal"), nb::arg("sms"),
         nb::arg("memory"));
   m.def("select", [](nb::handle stream, nb::handle device) {

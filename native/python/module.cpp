@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include "headrace/caller_stream.h"
 #include "headrace/program.h"
 #include "python/gil.h"
 #include "python/objects.h"
@@ -77,9 +78,27 @@ nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object o
   size_t count = inputs.size();
   std::vector<Value> values(count), given, outputs;
   std::vector<nb::object> keep(count);
+  CallOptions options;
+  options.strict = strict;
+  if (!stream.is_none()) {
+    StreamChoice choice = to_stream(stream, method.device(), "stream");
+    options.stream = choice.handle;
+    options.stream_device = choice.device;
+  }
+  // The stream that the call will settle on; one of another device is refused there.
+  Reader reader{method.device(), kPerThreadStream};
+  headrace_selection selected = headrace_get_selection();
+  int32_t owner = options.stream ? options.stream_device : selected.device;
+  if (owner == -1 || owner == method.device()->id()) {
+    if (options.stream) {
+      reader.stream = *options.stream;
+    } else if (selected.selected) {
+      reader.stream = reinterpret_cast<StreamHandle>(selected.stream);
+    }
+  }
   for (size_t i = 0; i < count; ++i) {
     Value::Kind expected = i < infos.size() ? infos[i].kind : Value::Kind::kTensor;
-    values[i] = to_value(inputs[i], expected, keep[i], method.name(), "input", i);
+    values[i] = to_value(inputs[i], expected, keep[i], method.name(), "input", i, reader);
   }
   nb::object arrays;  // what `out` gave, as a tuple
   if (!out.is_none()) {
@@ -97,19 +116,15 @@ nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object o
     }
     keep.resize(count + given_count);
     for (size_t i = 0; i < given_count; ++i) {
-      given.push_back(to_out(arrays[i], keep[count + i], method.name(), i));
+      given.push_back(to_out(arrays[i], keep[count + i], method.name(), i, reader));
     }
-  }
-  CallOptions options;
-  options.strict = strict;
-  if (!stream.is_none()) {
-    StreamChoice choice = to_stream(stream, method.device(), "stream");
-    options.stream = choice.handle;
-    options.stream_device = choice.device;
   }
   // Foreign device memory stays for as long as work of this call may read it.
   for (size_t i = 0; i < count; ++i) {
     if (values[i].device != nullptr && !values[i].block && keep[i].is_valid()) values[i].keep = hold(keep[i]);
+  }
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (given[i].device != nullptr && !given[i].block) given[i].keep = hold(keep[count + i]);
   }
   Status status;
   {

@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 
 #include <memory>
+#include <vector>
 
 #include "headrace/block.h"
 #include "headrace/device.h"
@@ -19,6 +20,9 @@ struct PyDevice {
   DeviceRef device;
   std::shared_ptr<Ring> ring;
   EventPool events;
+  // Foreign memory that a copy of to_device() may still read. Guarded by the interpreter's lock.
+  std::vector<std::pair<EventRef, std::shared_ptr<void>>> kept;
+  ~PyDevice();  // waits for those copies
 };
 using PyDeviceRef = std::shared_ptr<PyDevice>;
 PyDeviceRef device_object(const DeviceRef& device);
@@ -54,7 +58,8 @@ struct StreamChoice {
 StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* where);
 
 // Memory that a call lends to a delegate: no block, valid while the call's work runs.
-nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, std::shared_ptr<Resizer> resizer);
+nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, StreamHandle stream,
+                       std::shared_ptr<Resizer> resizer);
 
 // What the exception says, "TypeError: …"; whatever its __str__ does. And the same with its traceback.
 std::string text_of(const nb::python_error& error);

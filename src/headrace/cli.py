@@ -86,6 +86,16 @@ def _doctor(args: argparse.Namespace) -> int:
         "kernels": str(found.kernels),
         "threads": str(found.threads),
     }
+    if found.cuda.driver:
+        rows["driver"] = f"CUDA {found.cuda.driver}"
+        rows["partitions"] = found.cuda.partitions or "green contexts"
+    for gpu in found.cuda.gpus:
+        rows[gpu.device] = (
+            f"{gpu.name}, compute capability {gpu.capability}, {gpu.sm_count} SMs, "
+            f"{gpu.memory_nbytes / 2**30:.0f} GiB" + (f"; cannot be used: {gpu.problem}" if gpu.problem else "")
+        )
+    if found.cuda.missing:
+        rows["no GPU"] = found.cuda.missing
     for key, value in rows.items():
         print(f"{key:10} {value}")
     return OK

@@ -23,6 +23,9 @@ Event = core.Event
 Partition = core.Partition
 Buffer = core.Buffer
 
+_FIRST_SIMULATED = 1 << 16
+"""Numbers of devices below it are GPUs' (caller_stream.h)."""
+
 
 def device(
     name: str = "cpu",
@@ -34,7 +37,9 @@ def device(
     """A device by name: ``"cpu"``, ``"sim"`` or ``"sim:1"``, ``"cuda:0"``.
 
     ``cpu`` is plain host memory and synchronous. ``sim`` simulates a CUDA device deterministically, by CUDA's
-    rules of order; each call makes a new one, with memory and streams of its own.
+    rules of order; each call makes a new one, with memory and streams of its own. ``cuda:N`` is a GPU, by the
+    driver's count; there is one for the process, which holds the GPU's primary context (the one that CuPy and
+    PyTorch use too) and a memory pool until the process ends. NVIDIA's driver is all that it needs.
 
     Args:
         schedule: (sim) when work runs. ``"eager"``: at once. ``"late"``: only when a wait demands it, and no more
@@ -53,9 +58,7 @@ def device(
     if kind == "cpu":
         return core.cpu()
     if kind == "cuda":
-        raise DeviceError(
-            f"{name}: expected an NVIDIA driver, got none that this version can use", device=name
-        )
+        return core.cuda(ordinal)
     if kind != "sim":
         raise OptionError(f"device: expected 'cpu', 'sim', 'sim:N' or 'cuda:N', got {name!r}")
     if isinstance(schedule, bool) or (not isinstance(schedule, int) and schedule not in ("eager", "late")):
@@ -116,6 +119,8 @@ def current_stream() -> Any:
     if not selected:
         return None
     found = core.device_by_id(owner)
+    if found is None and 0 <= owner < _FIRST_SIMULATED:
+        found = core.cuda(owner)
     if found is None:
         raise DeviceError(f"current_stream: expected a stream whose device is known, got handle {handle:#x}")
     return core.stream_on(found, handle)

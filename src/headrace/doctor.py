@@ -9,8 +9,34 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from . import engine as _engine
+from .errors import DeviceError
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["Cuda", "Diagnosis", "Gpu", "diagnose"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as the driver tells of it. ``capability`` is such as ``"9.0"``; ``problem`` says why it cannot be
+    used, and is empty where nothing speaks against it."""
+
+    device: str
+    name: str
+    capability: str
+    sm_count: int
+    memory_nbytes: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """``driver`` is the CUDA version that the driver serves, such as ``"13.0"``, empty where there is none that
+    works; ``missing`` then says what is missing and what to do. ``partitions`` is empty where the driver has green
+    contexts, else why not."""
+
+    driver: str
+    missing: str
+    partitions: str
+    gpus: tuple[Gpu, ...]
 
 
 @dataclass(frozen=True)
@@ -28,14 +54,32 @@ class Diagnosis:
     kernels: int
     threads: int
     torch_loaded: bool
+    cuda: Cuda
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
         return asdict(self)
 
 
+def _cuda() -> Cuda:
+    try:
+        version, no_partitions, gpus = _engine.core.cuda_info()
+    except DeviceError as error:
+        return Cuda("", str(error), "", ())
+    return Cuda(
+        f"{version // 1000}.{version % 1000 // 10}",
+        "" if gpus else "no GPU that the driver sees",
+        no_partitions,
+        tuple(
+            Gpu(f"cuda:{ordinal}", name, f"{major}.{minor}", sm_count, nbytes, problem)
+            for ordinal, name, major, minor, sm_count, nbytes, problem in gpus
+        ),
+    )
+
+
 def diagnose() -> Diagnosis:
-    """Look at this process: the engine, its delegates and kernels. Needs no device."""
+    """Look at this process: the engine, its delegates and kernels, and the driver where there is one. Needs no
+    device, and makes no context on one."""
     from . import __version__
 
     found = _engine.engine()
@@ -51,4 +95,5 @@ def diagnose() -> Diagnosis:
         kernels=len(set(_engine.core.kernels())),
         threads=_engine.num_threads(),
         torch_loaded="torch" in sys.modules,
+        cuda=_cuda(),
     )

@@ -44,10 +44,12 @@ struct PointerInfo {
     kHost,    // not an allocation of this device: ordinary or pinned host memory, as far as it can tell
     kDevice,  // inside a live allocation of this device (managed memory counts as device memory)
     kFreed,   // inside an allocation whose free was already enqueued (sim only: a driver cannot tell)
+    kOther,   // inside an allocation of another GPU (cuda only)
   };
   Kind kind = Kind::kHost;
   void* base = nullptr;
   size_t nbytes = 0;
+  int32_t device_id = -1;  // kOther: whose, as Device::id() counts
 };
 
 // Bytes and calls since the device was opened. Every allocate() and free() counts: caches lie above the seam.
@@ -65,6 +67,10 @@ struct MemoryCounts {
 // later wait for other skipped work, which nobody was told of yet, returns it again. Work enqueued after the
 // telling runs. The function is destroyed with no lock held, soon after it ran (a graph keeps those
 // captured).
+//
+// On cuda, where the driver knows no failure of a host function, work behind it runs all the same, "behind"
+// is what streams, events and launches of this seam order (the legacy stream: everything), and the function
+// is destroyed by a later call. In a capture that was not begun here, call() is kCapture.
 using HostFunction = std::function<Status()>;
 
 class Device;
@@ -161,12 +167,15 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
   // memory allocated before is an invalid value there, measured).
   Status free(void* data, StreamHandle stream);
   // Copies in stream order, in any direction; which side is the device's is told by the addresses. Host
-  // memory is read or written when the copy runs, so it must stay until then. Does not wait. kInput: a device
+  // memory is read or written when the copy runs, so it must stay until then. Does not wait, except on cuda,
+  // where the driver stages host memory that is not pinned and waits for a copy into it. kInput: a device
   // address outside a live allocation, or a range that leaves one.
   Status copy(void* to, const void* from, size_t nbytes, StreamHandle stream);
   Status fill(void* to, uint8_t byte, size_t nbytes, StreamHandle stream);
   PointerInfo where(const void* address) const;
   MemoryCounts memory() const;
+  // Gives memory that was freed, and is kept to be allocated again, back to the system.
+  Status trim();
 
   // ---- streams
   // kDevice; kInput: the partition is closed or of another device.
@@ -228,6 +237,7 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
   virtual Status do_fill(void* to, uint8_t byte, size_t nbytes, StreamHandle stream) = 0;
   virtual PointerInfo do_where(const void* address) const = 0;
   virtual MemoryCounts do_memory() const = 0;
+  virtual Status do_trim() { return {}; }  // a maker that keeps none
   virtual Result<StreamHandle> do_create_stream(const StreamOptions& options) = 0;
   virtual Status do_destroy_stream(StreamHandle stream) = 0;
   virtual Status do_check_stream(StreamHandle stream) const = 0;
@@ -263,6 +273,33 @@ using DeviceRef = std::shared_ptr<Device>;
 
 // Plain host memory; everything is done when the call returns. One for the process.
 HEADRACE_API DeviceRef cpu_device();
+
+// A GPU, by its CUDA ordinal; one for the process, never closed: it holds the GPU's primary context, as the
+// CUDA runtime, CuPy and PyTorch do, and a memory pool of its own. The driver is opened at the first call.
+//
+// Handles of streams made by others may be used wherever a stream is asked for. A handle that is no stream at
+// all is refused as far as that can be told: the driver does not check.
+//
+// kDevice: there is no driver, it is too old, there is no such GPU, or it cannot be used; the message says
+// what is missing and what to do. kOutOfDeviceMemory: there is no room for a context.
+HEADRACE_API Result<DeviceRef> cuda_device(int ordinal);
+
+// What the driver says, without a context on any GPU. kDevice: as cuda_device().
+struct CudaInfo {
+  struct Gpu {
+    int ordinal = 0;
+    std::string name;
+    int capability_major = 0;
+    int capability_minor = 0;
+    int sm_count = 0;
+    size_t memory_nbytes = 0;
+    std::string problem;  // why cuda_device() would refuse it; empty: nothing is known
+  };
+  int driver_version = 0;     // 13000 for CUDA 13.0
+  std::string no_partitions;  // why not; empty: the driver has green contexts
+  std::vector<Gpu> gpus;
+};
+HEADRACE_API Result<CudaInfo> cuda_info();
 
 // A simulated device follows the rules of the driver API, and is stricter: fresh memory holds 0xFF bytes, and
 // again when the allocation is reached in stream order, so that what was written too early is lost; freed

@@ -53,7 +53,7 @@ using OptionValue = std::variant<bool, int, std::string>;
 
 struct LoadOptions {
   // Where the program's device memory lies and its delegates run. Null: cpu for a program without device
-  // memory, else an error (kDevice): nothing chooses a GPU, or a simulated device, by itself in C++.
+  // memory, else cuda_device(0). Never a simulated device.
   DeviceRef device;
   std::vector<std::shared_ptr<const Bytes>> data;  // data files (.ptd), in the order of the search
   int instances = 1;                               // copies of the planned memory and of delegate state

@@ -1,0 +1,189 @@
+// Partitions of the CUDA device: green contexts.
+#include <algorithm>
+
+#include "device/cuda.h"
+#include "device/refusal.h"
+
+namespace headrace {
+
+// ---- the SMs
+
+SmLimits CudaSms::limits() const {
+  const cu::Driver& driver = device_.driver();
+  int total = 0;
+  (void)driver.DeviceGetAttribute(&total, cu::kAttributeSmCount, device_.device());
+  cu::Resource all{};
+  if (driver.missing_for_partitions() != nullptr ||
+      driver.DeviceGetDevResource(device_.device(), &all, cu::kResourceSm) != cu::kSuccess)
+    return {total, 0, 0};
+  return {static_cast<int>(all.sm.sm_count), static_cast<int>(all.sm.least),
+          static_cast<int>(all.sm.alignment)};
+}
+
+// Under mutex_.
+Status CudaSms::split() {
+  if (!groups_.empty()) return {};
+  const cu::Driver& driver = device_.driver();
+  cu::Resource all{}, rest{};
+  if (cu::Code code = driver.DeviceGetDevResource(device_.device(), &all, cu::kResourceSm);
+      code != cu::kSuccess)
+    return device_.failed("split", code);
+  unsigned count = 0;
+  if (cu::Code code = driver.DevSmResourceSplitByCount(nullptr, &count, &all, nullptr, 0, all.sm.least);
+      code != cu::kSuccess)
+    return device_.failed("split", code);
+  std::vector<cu::Resource> groups(count);
+  if (cu::Code code = driver.DevSmResourceSplitByCount(groups.data(), &count, &all, &rest, 0, all.sm.least);
+      code != cu::kSuccess)
+    return device_.failed("split", code);
+  groups.resize(count);
+  if (groups.empty())
+    return refusal(ErrorCode::kDevice, device_.name(), "split",
+                   "groups of " + std::to_string(all.sm.least) + " SMs",
+                   "none from " + std::to_string(all.sm.sm_count), "use the whole device");
+  left_over_ = rest.type == cu::kResourceSm && rest.sm.sm_count != 0;
+  if (left_over_) groups.push_back(rest);
+  used_.assign(groups.size(), false);
+  groups_ = std::move(groups);
+  return {};
+}
+
+Result<std::vector<CudaSms::Part>> CudaSms::take(std::span<const int> sms, int* left) {
+  std::lock_guard lock(mutex_);
+  if (Status status = split(); !status.ok()) return status;
+  *left = 0;
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    if (!used_[i]) *left += static_cast<int>(groups_[i].sm.sm_count);
+  }
+  std::vector<bool> used = used_;
+  std::vector<Part> parts;
+  for (int wanted : sms) {
+    Part part;
+    // The remainder is the last of them: it comes to a lane only where whole groups do not do.
+    for (size_t i = 0; i < groups_.size() && part.sm_count < wanted; ++i) {
+      if (used[i]) continue;
+      used[i] = true;
+      part.groups.push_back(i);
+      part.sm_count += static_cast<int>(groups_[i].sm.sm_count);
+    }
+    if (part.sm_count < wanted) return std::vector<Part>();
+    parts.push_back(std::move(part));
+  }
+  used_ = std::move(used);
+  return parts;
+}
+
+void CudaSms::give(const Part& part) {
+  std::lock_guard lock(mutex_);
+  for (size_t group : part.groups) used_[group] = false;
+}
+
+std::vector<cu::Resource> CudaSms::resources(const Part& part) const {
+  std::lock_guard lock(mutex_);
+  std::vector<cu::Resource> out;
+  for (size_t group : part.groups) out.push_back(groups_[group]);
+  return out;
+}
+
+// ---- a partition
+
+CudaPartition::CudaPartition(CudaDevice& device, CudaSms::Part part)
+    : Partition(device), device_(device), part_(std::move(part)) {}
+
+CudaPartition::~CudaPartition() {
+  if (context_ != nullptr) {
+    Current current(device_);
+    if (current.ok()) {
+      Relaxed relaxed(device_.driver());
+      (void)device_.driver().GreenCtxDestroy(context_);
+    }
+  }
+  device_.sms().give(part_);
+}
+
+Status CudaPartition::close() {
+  closed_ = true;
+  return {};
+}
+
+Status CudaPartition::open() {
+  const cu::Driver& driver = device_.driver();
+  std::vector<cu::Resource> resources = device_.sms().resources(part_);
+  cu::ResourceDescription description = nullptr;
+  cu::Code code =
+      driver.DevResourceGenerateDesc(&description, resources.data(), static_cast<unsigned>(resources.size()));
+  // Measured: with the null description of a failure, cuGreenCtxCreate makes a context of the whole device.
+  if (code != cu::kSuccess) return device_.failed("split", code);
+  if (description == nullptr)
+    return refusal(ErrorCode::kDevice, device_.name(), "split", "a description of the partition", "none",
+                   "update the driver");
+  cu::GreenContext made = nullptr;
+  code = driver.GreenCtxCreate(&made, description, device_.device(), cu::kGreenDefaultStream);
+  if (code != cu::kSuccess) return device_.failed("split", code);
+  context_ = made;
+  cu::Resource granted{};
+  code = driver.GreenCtxGetDevResource(context_, &granted, cu::kResourceSm);
+  if (code != cu::kSuccess) return device_.failed("split", code);
+  sm_count_ = static_cast<int>(granted.sm.sm_count);
+  if (sm_count_ != part_.sm_count)
+    return refusal(ErrorCode::kDevice, device_.name(), "split",
+                   "a partition of " + std::to_string(part_.sm_count) + " SMs",
+                   "one of " + std::to_string(sm_count_) + ", read back from its context",
+                   "report the driver's version with this message");
+  return {};
+}
+
+// ---- the device
+
+SmLimits CudaDevice::do_sm_limits() const { return sms_.limits(); }
+
+Result<std::vector<PartitionRef>> CudaDevice::do_split(std::span<const int> sms) {
+  if (const char* missing = driver_.missing_for_partitions())
+    return refusal(
+        ErrorCode::kDevice, name(), "split", "a driver with green contexts (CUDA 12.4, driver 550)",
+        "one for CUDA " + cu::version_text(driver_.version) + ", without " + missing, "update the driver");
+  Current current(*this);
+  if (!current.ok()) return failed("split", current.code());
+  reap();
+  int left = 0;
+  auto parts = sms_.take(sms, &left);
+  if (parts.ok() && (*parts).empty() && any_retired_) {
+    reap_all();
+    parts = sms_.take(sms, &left);
+  }
+  if (!parts.ok()) {
+    Status status = parts.status();
+    int mps = 0;
+    (void)driver_.DeviceGetAttribute(&mps, cu::kAttributeMps, device_);
+    if (mps == 0) return status;
+    Status named(status.code(), status.message() + "; this process runs under MPS");
+    named.device = status.device;
+    return named;
+  }
+  if ((*parts).empty()) {
+    SmLimits limits = do_sm_limits();
+    std::string list;
+    int64_t total = 0;
+    for (int count : sms) {
+      list += (list.empty() ? "" : " + ") + std::to_string(count);
+      total += count;
+    }
+    return refusal(ErrorCode::kDevice, name(), "split",
+                   "at most " + std::to_string(left) + " SMs (what is left of " +
+                       std::to_string(limits.total) + ", in groups of " + std::to_string(limits.least) + ")",
+                   std::to_string(total) + " (" + list + ", each rounded up to whole groups)",
+                   "ask for fewer, or drop partitions and their streams");
+  }
+  std::vector<PartitionRef> made;
+  Status status;
+  for (CudaSms::Part& part : *parts) {
+    // Made in every case, so that its end gives the SMs back.
+    auto partition = std::make_shared<CudaPartition>(*this, std::move(part));
+    if (status.ok()) status = partition->open();
+    made.push_back(std::move(partition));
+  }
+  if (!status.ok()) return status;
+  return made;
+}
+
+}  // namespace headrace
