@@ -25,6 +25,7 @@ struct Buffer {
   TensorView view;
   BlockRef block;                    // null where the memory is lent for a call
   std::shared_ptr<PyDevice> device;  // null for host memory that no device knows
+  int64_t most = -1;                 // elements that there is room for, where a delegate may say the shape
 };
 
 // A view on any Python argument. `keep` holds what must outlive the view. `where` opens a message.

@@ -190,8 +190,8 @@ Buffer from_float32(nb::handle array) {
 
 }  // namespace
 
-nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device) {
-  return nb::cast(Buffer{view, nullptr, device});
+nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, bool resizable) {
+  return nb::cast(Buffer{view, nullptr, device, resizable ? view.numel() : -1});
 }
 
 void bind_buffer(nb::module_& m) {
@@ -220,6 +220,25 @@ void bind_buffer(nb::module_& m) {
            "device memory.\n\n"
            "Raises InputError for a dtype that NumPy lacks, and for memory lent by a running call outside "
            "stream.call.")
+      .def(
+          "resize",
+          [](Buffer& b, nb::handle shape) {
+            if (b.most < 0) {
+              raise(Status(ErrorCode::kInput,
+                           "Buffer.resize: expected a dense output of a running delegate, got another Buffer"));
+            }
+            TensorView view = b.view;
+            (void)set_shape(view, shape, "Buffer.resize");
+            if (view.ndim != b.view.ndim || view.numel() > b.most) {
+              raise(Status(ErrorCode::kInput, "Buffer.resize: expected at most " + std::to_string(b.most) +
+                                                  " elements in " + std::to_string(b.view.ndim) +
+                                                  " dimensions, got " + headrace::describe(view)));
+            }
+            b.view = view;
+          },
+          nb::arg("shape"),
+          "Say the shape of a delegate's output, where it is smaller than the greatest one of the plan. Before "
+          "run() returns.")
       .def("float32", &to_float32,
            "A float32 copy as a NumPy array, exact for bfloat16. Waits as numpy() does.")
       .def_static("from_float32", &from_float32, nb::arg("array"),

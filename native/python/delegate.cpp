@@ -1,6 +1,7 @@
 // Delegates written in Python: one native backend for each name, which finds the class behind it at each
 // load.
 #include <executorch/runtime/backend/interface.h>
+#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 
 #include <algorithm>
 #include <map>
@@ -25,6 +26,8 @@ struct Loaded {
   int num_inputs;
   int island;
   bool requires_device;
+  // Greatest sizes of its tensors, by argument: as the engine has them before the first call.
+  std::vector<std::vector<executorch::aten::SizesType>> greatest;
 };
 
 TensorView view_of(const executorch::aten::Tensor& t) {
@@ -38,6 +41,20 @@ TensorView view_of(const executorch::aten::Tensor& t) {
     view.strides_bytes[d] = t.strides()[d] * width;
   }
   return view;
+}
+
+bool same_shape(const TensorView& view, const executorch::aten::Tensor& t) {
+  return std::equal(t.sizes().begin(), t.sizes().end(), view.sizes.begin(),
+                    view.sizes.begin() + view.ndim);
+}
+
+bool is_dense(const TensorView& view) {
+  auto step = static_cast<int64_t>(itemsize(view.dtype));
+  for (auto d = static_cast<size_t>(view.ndim); d-- > 0;) {
+    if (view.sizes[d] != 1 && view.strides_bytes[d] != step) return false;
+    step *= view.sizes[d];
+  }
+  return true;
 }
 
 Status failure(const Loaded& loaded, ErrorCode code, const std::string& what) {
@@ -92,7 +109,7 @@ class PyBackend final : public et::BackendInterface {
 
   et::Error execute(et::BackendExecutionContext&, et::DelegateHandle* handle,
                     et::Span<et::EValue*> args) const override {
-    const auto& loaded = *reinterpret_cast<Loaded*>(handle);
+    auto& loaded = *reinterpret_cast<Loaded*>(handle);
     const DeviceGuard* bound = DeviceGuard::current();
     if (bound == nullptr) return et::Error::InvalidState;
     GilAcquire gil;
@@ -160,7 +177,7 @@ class PyBackend final : public et::BackendInterface {
     return false;
   }
 
-  static et::Error run(const Loaded& loaded, const DeviceGuard& bound, et::Span<et::EValue*> args) {
+  static et::Error run(Loaded& loaded, const DeviceGuard& bound, et::Span<et::EValue*> args) {
     // A list of tensors cannot be an argument of a delegate; numbers and None pass as they are.
     bool any_host = false, any_device = false;
     for (et::EValue* arg : args) {
@@ -187,6 +204,17 @@ class PyBackend final : public et::BackendInterface {
     stream->device = shown;
     stream->handle = any_device ? bound.stream() : kPerThreadStream;
     auto count = static_cast<size_t>(loaded.num_inputs);
+    // The call before may have left its outputs smaller.
+    bool first = loaded.greatest.empty();
+    if (first) loaded.greatest.resize(args.size());
+    for (size_t i = count; i < args.size(); ++i) {
+      if (!args[i]->isTensor()) continue;
+      const auto& t = args[i]->toTensor();
+      if (first) loaded.greatest[i].assign(t.sizes().begin(), t.sizes().end());
+      const auto& sizes = loaded.greatest[i];
+      if (std::equal(sizes.begin(), sizes.end(), t.sizes().begin())) continue;
+      if (et::Error error = et::resize_tensor(t, {sizes.data(), sizes.size()}); error != et::Error::Ok) return error;
+    }
     nb::object sides[2] = {
         nb::steal(PyTuple_New(static_cast<Py_ssize_t>(std::min(count, args.size())))),
         nb::steal(PyTuple_New(static_cast<Py_ssize_t>(args.size() - std::min(count, args.size()))))};
@@ -194,7 +222,8 @@ class PyBackend final : public et::BackendInterface {
       bool out = i >= count;
       nb::object item;
       if (args[i]->isTensor()) {
-        item = lend_buffer(view_of(args[i]->toTensor()), shown);
+        TensorView view = view_of(args[i]->toTensor());
+        item = lend_buffer(view, shown, out && is_dense(view));
       } else if (args[i]->isInt()) {
         item = nb::int_(args[i]->toInt());
       } else if (args[i]->isDouble()) {
@@ -206,7 +235,21 @@ class PyBackend final : public et::BackendInterface {
       }
       PyTuple_SET_ITEM(sides[out].ptr(), static_cast<Py_ssize_t>(out ? i - count : i), item.release().ptr());
     }
-    nb::handle(loaded.object).attr("run")(sides[0], sides[1], nb::cast(stream));
+    nb::object none = nb::handle(loaded.object).attr("run")(sides[0], sides[1], nb::cast(stream));
+    for (size_t i = count; i < args.size(); ++i) {
+      if (!args[i]->isTensor()) continue;
+      const TensorView& said = nb::cast<Buffer&>(sides[1][i - count]).view;
+      if (same_shape(said, args[i]->toTensor())) continue;
+      std::array<executorch::aten::SizesType, kMaxDims> sizes;
+      for (int d = 0; d < said.ndim; ++d)
+        sizes[static_cast<size_t>(d)] = static_cast<executorch::aten::SizesType>(said.sizes[static_cast<size_t>(d)]);
+      et::Error error = et::resize_tensor(args[i]->toTensor(), {sizes.data(), static_cast<size_t>(said.ndim)});
+      if (error == et::Error::Ok) continue;
+      tell(failure(loaded, ErrorCode::kDelegate,
+                   "output " + std::to_string(i - count) + ": expected a shape within the plan's bounds, got " +
+                       describe(said) + ", which the engine refuses: " + et::to_string(error)));
+      return error;
+    }
     return et::Error::Ok;
   }
 
