@@ -164,7 +164,8 @@ class PyBackend final : public et::BackendInterface {
       nb::object told = module.attr("Context")(loaded.method, loaded.island, loaded.num_inputs, spec_dict,
                                                options, device_object(device), named);
       nb::object made = nb::handle(cls)();
-      made.attr("load")(nb::bytes(static_cast<const char*>(payload.data()), payload.size()), told);
+      nb::object bytes = nb::bytes(static_cast<const char*>(payload.data()), payload.size());
+      wait_for_gil([&] { (void)nb::object(made.attr("load")(bytes, told)); });
       *open = false;
       loaded.requires_device = nb::cast<bool>(made.attr("requires_device"));
       loaded.object = made.release().ptr();
@@ -235,7 +236,9 @@ class PyBackend final : public et::BackendInterface {
       }
       PyTuple_SET_ITEM(sides[out].ptr(), static_cast<Py_ssize_t>(out ? i - count : i), item.release().ptr());
     }
-    nb::object none = nb::handle(loaded.object).attr("run")(sides[0], sides[1], nb::cast(stream));
+    nb::object given = nb::cast(stream);
+    // A delegate may give the lock up, and end there with the interpreter.
+    wait_for_gil([&] { (void)nb::object(nb::handle(loaded.object).attr("run")(sides[0], sides[1], given)); });
     for (size_t i = count; i < args.size(); ++i) {
       if (!args[i]->isTensor()) continue;
       const TensorView& said = nb::cast<Buffer&>(sides[1][i - count]).view;

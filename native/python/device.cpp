@@ -200,7 +200,8 @@ void call(PyStream& stream, nb::object function, nb::iterable reads, nb::iterabl
     GilAcquire gil;
     nb::handle pair(static_cast<PyObject*>(held.get()));
     try {
-      nb::object result = pair[0]();
+      // The function may give the lock up and end here with the interpreter.
+      wait_for_gil([&] { (void)nb::object(pair[0]()); });
       return {};
     } catch (nb::python_error& e) {
       // With its traceback as text: the wait that reports this may be far away. Not as an object: its frames

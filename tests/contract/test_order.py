@@ -40,7 +40,7 @@ def test_a_stream_of_nobody_s_choice_is_the_per_thread_one(
     """OR1: handle 2, never 0 and never the legacy stream; for the first call too, on any thread."""
     program, seen = golden("split_cuda"), []
     for cls in classes.values():
-        cls.on_run = staticmethod(lambda stream: seen.append((threading.get_ident(), stream.handle)))
+        cls.on_run = staticmethod(lambda stream: seen.append((threading.current_thread(), stream.handle)))
     for device in sims:
         with program.load(device) as loaded:
             blocked = device.stream(blocking=True)

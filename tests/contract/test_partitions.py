@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -47,9 +46,7 @@ def test_one_split_makes_disjoint_partitions_of_unequal_sizes(sims: Devices) -> 
             device.partition(sms=-8)
         # What is dropped comes back.
         del lanes, rest
-        gc.collect()
         assert device.partition(sms=128).sm_count == 128
-        gc.collect()
 
 
 def test_work_of_a_lane_s_stream_is_right_and_streams_outlive_close(sims: Devices) -> None:
@@ -67,12 +64,10 @@ def test_work_of_a_lane_s_stream_is_right_and_streams_outlive_close(sims: Device
             assert program.right(loaded["forward"](*program.inputs(), stream=stream))
             # The stream holds the multiprocessors.
             del lane
-            gc.collect()
             with pytest.raises(headrace.DeviceError):
                 device.partition(sms=128)
             stream.close()
             del stream
-            gc.collect()
             assert device.partition(sms=128).sm_count == 128
 
 
