@@ -126,6 +126,14 @@ void Ring::trim() {
   for (Block* block : doomed) put_off([block] { delete block; });
 }
 
+void Ring::close() {
+  {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  trim();
+}
+
 Result<BlockRef> Ring::take(size_t nbytes, StreamHandle stream) {
   size_t capacity = nbytes ? (nbytes + 63) / 64 * 64 : 64;
   if (capacity < nbytes)
@@ -169,7 +177,7 @@ Result<BlockRef> Ring::take(size_t nbytes, StreamHandle stream) {
 void Ring::give(Block* block) {
   {
     std::lock_guard lock(mutex_);
-    if (waiting_.size() < kMaxWaiting) {
+    if (!closed_ && waiting_.size() < kMaxWaiting) {
       waiting_.push_back(block);
       return;
     }

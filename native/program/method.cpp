@@ -985,6 +985,11 @@ Status MethodPool::close() {
     Status status = instance->close();
     failed = failed.ok() ? status : also(failed, status);
   }
+  doomed.clear();
+  // Outputs that are still held go back to the device when they are dropped.
+  for (const auto& ring : {shared_.planned, shared_.on_device, shared_.host}) {
+    if (ring) ring->close();
+  }
   return failed;
 }
 

@@ -438,7 +438,7 @@ nb::object from_value(Value& value) {
   }
   if (value.device != nullptr || numpy_type(value.tensor.dtype) < 0) {
     return nb::cast(Buffer{value.tensor, std::move(value.block),
-                           value.device ? device_object(value.device) : nullptr, nullptr});
+                           value.device ? device_object(value.device) : nullptr});
   }
   return numpy_view(value.tensor, block_owner(std::move(value.block)));
 }

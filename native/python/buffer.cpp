@@ -239,23 +239,10 @@ Buffer from_float32(nb::handle array) {
   return out;
 }
 
-void resize(Buffer& buffer, nb::handle shape) {
-  if (!buffer.resizer) {
-    raise(Status(ErrorCode::kInput,
-                 "Buffer.resize: expected an output that a running call lent to a delegate, got " +
-                     describe(buffer.view) + " that is none"));
-  }
-  TensorView view = buffer.view;
-  set_shape(view, shape, "Buffer.resize");
-  check(buffer.resizer->resize(view));
-  buffer.view = view;
-}
-
 }  // namespace
 
-nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, StreamHandle stream,
-                       std::shared_ptr<Resizer> resizer) {
-  return nb::cast(Buffer{view, nullptr, device, std::move(resizer), stream});
+nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, StreamHandle stream, bool resizable) {
+  return nb::cast(Buffer{view, nullptr, device, resizable ? view.numel() : -1, stream});
 }
 
 void bind_buffer(nb::module_& m) {
@@ -279,15 +266,30 @@ void bind_buffer(nb::module_& m) {
       .def_prop_ro(
           "address", [](const Buffer& b) { return reinterpret_cast<uintptr_t>(b.view.data); },
           "Where the memory starts, as the device counts.")
-      .def("resize", &resize, nb::arg("shape"),
-           "Inside Delegate.run, for an output: say its shape of this call, before work is enqueued. Outputs "
-           "start with "
-           "the greatest shape that the plan allows.\n\nRaises InputError for a shape beyond the plan.")
       .def("numpy", &to_numpy,
            "A NumPy array: a view of host memory, a copy of device memory. Waits for the last writer of "
            "device memory.\n\n"
            "Raises InputError for a dtype that NumPy lacks, and for memory lent by a running call outside "
            "stream.call.")
+      .def(
+          "resize",
+          [](Buffer& b, nb::handle shape) {
+            if (b.most < 0) {
+              raise(Status(ErrorCode::kInput,
+                           "Buffer.resize: expected a dense output of a running delegate, got another Buffer"));
+            }
+            TensorView view = b.view;
+            (void)set_shape(view, shape, "Buffer.resize");
+            if (view.ndim != b.view.ndim || view.numel() > b.most) {
+              raise(Status(ErrorCode::kInput, "Buffer.resize: expected at most " + std::to_string(b.most) +
+                                                  " elements in " + std::to_string(b.view.ndim) +
+                                                  " dimensions, got " + headrace::describe(view)));
+            }
+            b.view = view;
+          },
+          nb::arg("shape"),
+          "Say the shape of a delegate's output, where it is smaller than the greatest one of the plan. Before "
+          "run() returns.")
       .def("float32", &to_float32,
            "A float32 copy as a NumPy array, exact for bfloat16. Waits as numpy() does.")
       .def_static("from_float32", &from_float32, nb::arg("array"),

@@ -29,6 +29,8 @@ struct Loaded {
   int num_inputs;
   int island;
   bool requires_device;
+  // Greatest sizes of its tensors, by argument: as the engine has them before the first call.
+  std::vector<std::vector<executorch::aten::SizesType>> greatest;
 };
 
 TensorView view_of(const executorch::aten::Tensor& t) {
@@ -42,6 +44,20 @@ TensorView view_of(const executorch::aten::Tensor& t) {
     view.strides_bytes[d] = t.strides()[d] * width;
   }
   return view;
+}
+
+bool same_shape(const TensorView& view, const executorch::aten::Tensor& t) {
+  return std::equal(t.sizes().begin(), t.sizes().end(), view.sizes.begin(),
+                    view.sizes.begin() + view.ndim);
+}
+
+bool is_dense(const TensorView& view) {
+  auto step = static_cast<int64_t>(itemsize(view.dtype));
+  for (auto d = static_cast<size_t>(view.ndim); d-- > 0;) {
+    if (view.sizes[d] != 1 && view.strides_bytes[d] != step) return false;
+    step *= view.sizes[d];
+  }
+  return true;
 }
 
 Status failure(const Loaded& loaded, ErrorCode code, const std::string& what) {
@@ -66,29 +82,6 @@ void tell(Status status) {
   if (bound != nullptr && bound->call() != nullptr && bound->call()->failure.ok())
     bound->call()->failure = std::move(status);
 }
-
-// Valid while run() lasts; afterwards the tensor may be anything.
-class OutputResizer final : public Resizer {
- public:
-  OutputResizer(executorch::aten::Tensor& tensor, const Loaded& loaded) : tensor_(&tensor), loaded_(loaded) {}
-  void end() { tensor_ = nullptr; }
-  Status resize(const TensorView& view) override {
-    if (tensor_ == nullptr)
-      return failure(loaded_, ErrorCode::kInput, "expected Buffer.resize inside run(), got it later");
-    std::array<int32_t, kMaxDims> sizes;
-    for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d)
-      sizes[d] = static_cast<int32_t>(view.sizes[d]);
-    et::Error error = et::resize_tensor(*tensor_, {sizes.data(), static_cast<size_t>(view.ndim)});
-    if (error == et::Error::Ok) return {};
-    return failure(
-        loaded_, ErrorCode::kInput,
-        "expected an output within " + describe(view_of(*tensor_)) + " or its bounds, got " + describe(view));
-  }
-
- private:
-  executorch::aten::Tensor* tensor_;
-  const Loaded& loaded_;
-};
 
 class PyBackend final : public et::BackendInterface {
  public:
@@ -119,7 +112,7 @@ class PyBackend final : public et::BackendInterface {
 
   et::Error execute(et::BackendExecutionContext&, et::DelegateHandle* handle,
                     et::Span<et::EValue*> args) const override {
-    const auto& loaded = *reinterpret_cast<Loaded*>(handle);
+    auto& loaded = *reinterpret_cast<Loaded*>(handle);
     const DeviceGuard* bound = DeviceGuard::current();
     if (bound == nullptr) return et::Error::InvalidState;
     GilAcquire gil;
@@ -174,7 +167,8 @@ class PyBackend final : public et::BackendInterface {
       nb::object told = module.attr("Context")(loaded.method, loaded.island, loaded.num_inputs, spec_dict,
                                                options, device_object(device), named);
       nb::object made = nb::handle(cls)();
-      made.attr("load")(nb::bytes(static_cast<const char*>(payload.data()), payload.size()), told);
+      nb::object bytes = nb::bytes(static_cast<const char*>(payload.data()), payload.size());
+      wait_for_gil([&] { (void)nb::object(made.attr("load")(bytes, told)); });
       *open = false;
       loaded.requires_device = nb::cast<bool>(made.attr("requires_device"));
       loaded.object = made.release().ptr();
@@ -187,7 +181,7 @@ class PyBackend final : public et::BackendInterface {
     return false;
   }
 
-  static et::Error run(const Loaded& loaded, const DeviceGuard& bound, et::Span<et::EValue*> args) {
+  static et::Error run(Loaded& loaded, const DeviceGuard& bound, et::Span<et::EValue*> args) {
     // A list of tensors cannot be an argument of a delegate; numbers and None pass as they are.
     bool any_host = false, any_device = false;
     for (et::EValue* arg : args) {
@@ -214,23 +208,26 @@ class PyBackend final : public et::BackendInterface {
     stream->device = shown;
     stream->handle = any_device ? bound.stream() : kPerThreadStream;
     auto count = static_cast<size_t>(loaded.num_inputs);
+    // The call before may have left its outputs smaller.
+    bool first = loaded.greatest.empty();
+    if (first) loaded.greatest.resize(args.size());
+    for (size_t i = count; i < args.size(); ++i) {
+      if (!args[i]->isTensor()) continue;
+      const auto& t = args[i]->toTensor();
+      if (first) loaded.greatest[i].assign(t.sizes().begin(), t.sizes().end());
+      const auto& sizes = loaded.greatest[i];
+      if (std::equal(sizes.begin(), sizes.end(), t.sizes().begin())) continue;
+      if (et::Error error = et::resize_tensor(t, {sizes.data(), sizes.size()}); error != et::Error::Ok) return error;
+    }
     nb::object sides[2] = {
         nb::steal(PyTuple_New(static_cast<Py_ssize_t>(std::min(count, args.size())))),
         nb::steal(PyTuple_New(static_cast<Py_ssize_t>(args.size() - std::min(count, args.size()))))};
-    struct Resizers {
-      std::vector<std::shared_ptr<OutputResizer>> all;
-      ~Resizers() {
-        for (auto& resizer : all) resizer->end();
-      }
-    } resizers;
     for (size_t i = 0; i < args.size(); ++i) {
       bool out = i >= count;
       nb::object item;
       if (args[i]->isTensor()) {
-        std::shared_ptr<OutputResizer> resizer;
-        if (out)
-          resizer = resizers.all.emplace_back(std::make_shared<OutputResizer>(args[i]->toTensor(), loaded));
-        item = lend_buffer(view_of(args[i]->toTensor()), shown, stream->handle, resizer);
+        TensorView view = view_of(args[i]->toTensor());
+        item = lend_buffer(view, shown, stream->handle, out && is_dense(view));
       } else if (args[i]->isInt()) {
         item = nb::int_(args[i]->toInt());
       } else if (args[i]->isDouble()) {
@@ -252,7 +249,23 @@ class PyBackend final : public et::BackendInterface {
       }
       recorded.emplace(*device, stream->handle, loaded.name, loaded.island, touches);
     }
-    nb::handle(loaded.object).attr("run")(sides[0], sides[1], nb::cast(stream));
+    nb::object given = nb::cast(stream);
+    // A delegate may give the lock up, and end there with the interpreter.
+    wait_for_gil([&] { (void)nb::object(nb::handle(loaded.object).attr("run")(sides[0], sides[1], given)); });
+    for (size_t i = count; i < args.size(); ++i) {
+      if (!args[i]->isTensor()) continue;
+      const TensorView& said = nb::cast<Buffer&>(sides[1][i - count]).view;
+      if (same_shape(said, args[i]->toTensor())) continue;
+      std::array<executorch::aten::SizesType, kMaxDims> sizes;
+      for (int d = 0; d < said.ndim; ++d)
+        sizes[static_cast<size_t>(d)] = static_cast<executorch::aten::SizesType>(said.sizes[static_cast<size_t>(d)]);
+      et::Error error = et::resize_tensor(args[i]->toTensor(), {sizes.data(), static_cast<size_t>(said.ndim)});
+      if (error == et::Error::Ok) continue;
+      tell(failure(loaded, ErrorCode::kDelegate,
+                   "output " + std::to_string(i - count) + ": expected a shape within the plan's bounds, got " +
+                       describe(said) + ", which the engine refuses: " + et::to_string(error)));
+      return error;
+    }
     return et::Error::Ok;
   }
 

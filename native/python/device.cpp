@@ -228,7 +228,8 @@ void call(PyStream& stream, nb::object function, nb::iterable reads, nb::iterabl
     GilAcquire gil;
     nb::handle pair(static_cast<PyObject*>(held.get()));
     try {
-      nb::object result = pair[0]();
+      // The function may give the lock up and end here with the interpreter.
+      wait_for_gil([&] { (void)nb::object(pair[0]()); });
       return {};
     } catch (nb::python_error& e) {
       // With its traceback as text: the wait that reports this may be far away. Not as an object: its frames
@@ -403,7 +404,8 @@ void bind_objects(nb::module_& m) {
           },
           nb::kw_only(), nb::arg("timing") = false, "An event that was not recorded yet, which is no wait.")
       .def(
-          "partition", [](const PyDeviceRef& self, int sms) { return split(self, {sms})[0]; }, nb::kw_only(),
+          "partition", [](const PyDeviceRef& self, int sms) { return nb::object(split(self, {sms})[0]); },
+          nb::kw_only(),
           nb::arg("sms"),
           "A partition of at least `sms` multiprocessors, rounded up to what the device grants: see "
           "sm_count.\n\n"

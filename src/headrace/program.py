@@ -94,9 +94,15 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a program holds, item by item. Delegates' own memory is not known to the engine."""
+    """What a program holds, item by item. Delegates' own memory is not known to the engine.
+
+    ``current_nbytes`` and ``peak_nbytes`` are what the program's device has in use now, and had at most since it
+    was opened, by whatever uses it: 0 on the cpu.
+    """
 
     uses: tuple[MemoryUse, ...]
+    current_nbytes: int = 0
+    peak_nbytes: int = 0
 
     def nbytes(self, device: str | None = None) -> int:
         """Bytes in all, or on one device."""
@@ -221,12 +227,14 @@ class Program(Mapping[str, Method]):
 
     def memory(self) -> Memory:
         """What the program holds now, in bytes, by what and where."""
-        return Memory(
-            tuple(
-                MemoryUse(what, method, None if instance < 0 else instance, device, nbytes)
-                for what, method, instance, device, nbytes in self._native.memory()
-            )
+        uses = tuple(
+            MemoryUse(what, method, None if instance < 0 else instance, device, nbytes)
+            for what, method, instance, device, nbytes in self._native.memory()
         )
+        if not self._methods or self.device.name == "cpu":
+            return Memory(uses)
+        counts = self.device.memory()
+        return Memory(uses, counts["current_nbytes"], counts["peak_nbytes"])
 
     def close(self) -> None:
         """Wait for running calls and give the program's memory back. Later calls raise ProgramError.

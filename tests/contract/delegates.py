@@ -23,6 +23,8 @@ NAMES = ("TestA", "TestB")
 class Base(headrace.Delegate):
     """Computes the graph of its payload in one host function on the stream of the call."""
 
+    # Whether shapes differ from call to call.
+    dynamic = False
     # Called with the stream of each call; a test puts its own here.
     on_run: Callable[[Any], None] | None = None
 
@@ -37,10 +39,15 @@ class Base(headrace.Delegate):
         self.enqueue(inputs, outputs, stream)
 
     def body(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
+        if self.dynamic:
+            # The shapes of this call: outputs come with the greatest ones of the plan.
+            shapes = self.compute([np.ones(b.shape, b.dtype) for b in inputs])
+            for buffer, like in zip(outputs, shapes, strict=True):
+                buffer.resize(like.shape)
+
         def work() -> None:
             for buffer, result in zip(outputs, self.compute([b.numpy() for b in inputs]), strict=True):
-                # Outputs have the greatest shape of the plan.
-                buffer.numpy()[tuple(slice(0, n) for n in result.shape)] = result
+                buffer.numpy()[...] = result
 
         return work
 
@@ -70,8 +77,7 @@ class CallForEachStep(Base):
 
         def store() -> None:
             for name, buffer in zip(self.graph["outputs"], outputs, strict=True):
-                result = values[name]
-                buffer.numpy()[tuple(slice(0, n) for n in result.shape)] = result
+                buffer.numpy()[...] = values[name]
 
         stream.call(fetch, reads=inputs)
         for op in self.graph["ops"]:

@@ -10,18 +10,8 @@ import pytest
 
 import headrace
 
+from . import delegates
 from .conftest import Devices, golden
-
-# For each program: whether its inputs, and its outputs, go through the host.
-STAGING = {
-    "split_cuda": (True, True),
-    "split_cuda_resident": (False, False),
-    "split_cuda_resident_planned": (False, False),
-    "chain25_cuda": (True, True),
-    "chain25_cuda_resident": (False, False),
-    "two_islands": (True, True),
-}
-
 
 def placed(device: Any, inputs: tuple[Any, ...], resident: bool) -> list[Any]:
     return [device.to_device(x) if resident else x for x in inputs]
@@ -99,9 +89,14 @@ def test_a_host_kernel_in_the_middle_waits_for_what_it_reads(sims: Devices) -> N
                 assert loaded["forward"].stats.last.synchronizations == 3
 
 
-def test_several_outputs_cost_one_wait(sims: Devices) -> None:
-    """SY1: and calls with dynamic shapes too."""
-    program = golden("split_cuda_dynamic")
+@pytest.mark.parametrize("name", ["split_cuda_dynamic", "fork"])
+def test_several_outputs_and_shapes_that_change_cost_one_wait(
+    name: str, sims: Devices, classes: dict[str, type[delegates.Base]]
+) -> None:
+    """SY1, DE3: and a delegate says the shape of its outputs."""
+    for cls in classes.values():
+        cls.dynamic = name == "split_cuda_dynamic"
+    program = golden(name)
     for device in sims:
         with program.load(device) as loaded, headrace.caller_stream(device.stream()):
             for k in range(len(program.calls)):
@@ -118,7 +113,7 @@ def test_on_the_cpu_nothing_is_staged_or_waited_for(name: str) -> None:
             assert program.right(loaded["forward"](*program.inputs(k), strict=True), k)
 
 
-@pytest.mark.parametrize("name", ["chain25_cuda_resident", "split_cuda_resident", "split_cuda_resident_planned"])
+@pytest.mark.parametrize("name", ["chain25_cuda_resident", "split_cuda_resident", "chain10", "chain1"])
 def test_a_steady_state_call_costs_nothing_at_the_driver(name: str, sims: Devices) -> None:
     """SY4: with device-resident inputs and outputs: no byte staged, no wait, no allocation, no free."""
     program = golden(name)

@@ -72,6 +72,8 @@ class HEADRACE_API Ring : public std::enable_shared_from_this<Ring> {
   size_t nbytes() const;
   // Gives back the blocks that wait.
   void trim();
+  // And keeps none from now on.
+  void close();
 
  private:
   void give(Block* block);
@@ -80,6 +82,7 @@ class HEADRACE_API Ring : public std::enable_shared_from_this<Ring> {
   mutable std::mutex mutex_;
   std::vector<Block*> waiting_;
   size_t nbytes_ = 0;
+  bool closed_ = false;
 };
 
 // Events that can be recorded again once nobody looks at them: a steady-state call creates none.

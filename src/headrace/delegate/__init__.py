@@ -78,7 +78,7 @@ class Delegate:
         """Enqueue the island's work on ``stream``.
 
         Tensors are `Buffer`s, lent until the call's work is done; numbers and None come as they are. Outputs have
-        the greatest shape of the plan.
+        the greatest shape of the plan; where it is less this time, say so with ``output.resize(shape)``.
         """
         raise NotImplementedError
 
