@@ -126,7 +126,6 @@ class Instance {
   bool torn_ = false;  // a call ended in the middle of a loop, whose counters are now anything
 
   const uint64_t number_;        // unique in the process, for records
-  bool half_walked_ = false;     // a recorded call failed, and the engine's place is in the middle of the method
   std::vector<IslandPlan> islands_;  // once a call was recorded
 
   EventRef last_;            // behind the work of the last call, where it may still run

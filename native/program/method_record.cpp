@@ -122,21 +122,14 @@ class Instance::Walk {
 };
 
 et::Error Instance::execute_recorded(const Settled& settled) {
-  if (half_walked_) {
-    // The engine goes on where it stopped when it is asked for a step, and begins anew when asked for all.
-    std::string what = plan_.name + ": CPU kernels and native delegates of the call behind one that failed";
-    (void)record::add(nullptr, record::Kind::kUnseen, 0, 0, {}, 0, what.c_str());
-    et::Error error = method_->execute();
-    half_walked_ = error != et::Error::Ok;
-    return error;
-  }
   if (islands_.empty()) islands_ = islands_of(plan_);
   Walk walk(*this, settled);
   et::Error error = et::Error::Ok;
   while ((error = walk.step()) == et::Error::Ok) {
   }
   if (error == et::Error::EndOfMethod) error = method_->reset_execution();
-  half_walked_ = error != et::Error::Ok;
+  // The engine stays where a step failed, takes no inputs there, and has no way back.
+  torn_ = error != et::Error::Ok;
   return error;
 }
 #pragma GCC diagnostic pop

@@ -404,8 +404,9 @@ void bind_objects(nb::module_& m) {
           },
           nb::kw_only(), nb::arg("timing") = false, "An event that was not recorded yet, which is no wait.")
       .def(
-          "partition", [](const PyDeviceRef& self, int sms) { return nb::object(split(self, {sms})[0]); },
-          nb::kw_only(),
+          "partition",
+          // An object, not an accessor: the list is gone when the function returns.
+          [](const PyDeviceRef& self, int sms) -> nb::object { return split(self, {sms})[0]; }, nb::kw_only(),
           nb::arg("sms"),
           "A partition of at least `sms` multiprocessors, rounded up to what the device grants: see "
           "sm_count.\n\n"

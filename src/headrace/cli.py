@@ -308,10 +308,15 @@ def _run(args: argparse.Namespace) -> int:
         method = program[name]
         inputs = _inputs(args, method)
         times = []
-        for _ in range(args.repeat):
-            began = time.perf_counter()
-            outputs = method(*inputs)
-            times.append(time.perf_counter() - began)
+        recorded = headrace.record() if args.check_ordering or args.trace else None
+        with recorded or contextlib.nullcontext():
+            for _ in range(args.repeat):
+                began = time.perf_counter()
+                outputs = method(*inputs)
+                times.append(time.perf_counter() - began)
+        if recorded and args.trace:
+            recorded.trace(args.trace)
+        ordering = recorded.check() if recorded and args.check_ordering else None
         compared = _compare(args, method, outputs) if args.expect else []
         if args.output:
             folder = Path(args.output)
@@ -339,6 +344,7 @@ def _run(args: argparse.Namespace) -> int:
                     "compared": compared,
                     "calls": args.repeat,
                     "median_us": median_us,
+                    "ordering": asdict(ordering) if ordering else None,
                 },
             )
             return DIFFERS if different else OK
@@ -360,6 +366,10 @@ def _run(args: argparse.Namespace) -> int:
             )
         if args.repeat > 1:
             print(f"  {args.repeat} calls, median {median_us:.1f} µs")
+        if ordering:
+            print(f"  order: {ordering.accesses} accesses in {ordering.operations} operations, no conflicts")
+            for unseen in ordering.unseen:
+                print(f"  order: not seen: {unseen}")
         return DIFFERS if different else OK
 
 
@@ -411,6 +421,12 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--schedule", metavar="eager|late|SEED", help="run on a simulated device, with its work in this order"
     )
+    one.add_argument(
+        "--check-ordering",
+        action="store_true",
+        help="record the calls; fail where nothing orders two accesses to one buffer",
+    )
+    one.add_argument("--trace", metavar="FILE", help="record the calls; write a trace that Perfetto opens")
     one.add_argument(
         "--import",
         action="append",

@@ -29,6 +29,23 @@ def test_the_first_program_of_the_readme_runs() -> None:
     )
 
 
+def test_the_page_about_order_runs_and_shows_what_is_printed() -> None:
+    """OR5: the page says plainly what no record shows."""
+    page = (ROOT / "docs/ordering.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 4
+    out = succeeded(run_python("\n".join(blocks))).splitlines()
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    pattern = re.escape(shown).replace("…", "[0-9a-f]+").splitlines()
+    assert len(pattern) == 4
+    for line, want in zip(out, pattern, strict=False):
+        assert re.fullmatch(
+            want, line.split(", byte 0 of")[0] + "" if line.startswith("read-write") else line
+        ), line
+    assert out[4:] == ["4 accesses, 0 conflicts", "[ 0.  4.  8. 12.]", "True", "[1.0, 2.0]"]
+    assert "what a delegate launches without declaring it" in page
+
+
 def test_the_commands_of_the_readme_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

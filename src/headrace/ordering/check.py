@@ -212,7 +212,8 @@ class _Check:
     # ---- telling
 
     def _report(self, kind: str, lifetime: Lifetime, begin: int, end: int, former: Use, use: Use) -> None:
-        key = (kind, lifetime.number, self._signature(former), self._signature(use))
+        at = use.touch.address - lifetime.base
+        key = (kind, lifetime.number, at, self._signature(former), self._signature(use))
         known = self.found.get(key)
         if known is not None:
             if known.second.number != use.entry.number:
