@@ -2,15 +2,17 @@
 
 ::
 
-    python examples/digits/demo.py
+    python -m examples.digits.demo
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 
 def since_process_start() -> tuple[float, float]:
@@ -45,6 +47,28 @@ def drawn(images: list, captions: list[str]) -> str:
         rows.append("  ".join(line))
     rows.append("  ".join(f"{caption:^16}" for caption in captions))
     return "\n".join(line.rstrip() for line in rows)
+
+
+def on_simulated_device(x: Any, wanted: Any) -> bool:
+    """The same network split over two delegates, one of them in Python on a simulated GPU, under every schedule."""
+    import headrace
+
+    importlib.import_module("examples.digits.normalize")  # makes its delegate known
+    program, schedules = HERE / "digits_split.pte", ("eager", "late", 20)
+    print("split over two delegates, DigitsNormalize (Python) on a simulated device and XnnpackBackend:")
+    equal = True
+    for schedule in schedules:
+        sim = headrace.device("sim", schedule=schedule)
+        with headrace.load(program, device=sim) as loaded, headrace.caller_stream(sim.stream()):
+            (scores,) = loaded["forward"](x)
+            delegates = {island.delegate for island in loaded["forward"].islands}
+        if delegates != {"DigitsNormalize", "XnnpackBackend"}:
+            raise SystemExit(f"{program}: expected two delegates, got {sorted(delegates)}")
+        same = bool((scores.argmax(axis=-1) == wanted).all())
+        equal &= same
+        name = f"seed {schedule}" if isinstance(schedule, int) else schedule
+        print(f"  schedule {name:8} {'the same predictions' if same else 'OTHER PREDICTIONS'}")
+    return equal
 
 
 def main() -> int:
@@ -91,6 +115,8 @@ def main() -> int:
             print(f"  island {island.delegate}, {island.payload_nbytes} bytes of payload")
         else:
             print(f"  {step.kind} {step.target or ''}")
+    if not on_simulated_device(x, predictions):
+        return 1
     print(f"process start to first answer: {elapsed:.2f} s, to within {resolution:.2f} s")
     print(f"all {len(labels)} images in one call: {batch_ms:.1f} ms")
     print(f"torch in this process: {'yes' if 'torch' in sys.modules else 'no'}")

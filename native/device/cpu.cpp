@@ -46,7 +46,7 @@ class CpuDevice final : public Device {
   Result<void*> do_allocate(size_t nbytes, StreamHandle stream) override {
     if (Status status = check("allocate", stream); !status.ok()) return status;
     void* data = nullptr;
-    if (nbytes <= SIZE_MAX - kAlignment)
+    if (nbytes <= PTRDIFF_MAX)
       data = std::aligned_alloc(kAlignment, (nbytes / kAlignment + 1) * kAlignment);
     if (!data)
       return refusal(ErrorCode::kOutOfDeviceMemory, name(), "allocate", "memory for the request",

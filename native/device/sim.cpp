@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <iterator>
 
 #include "device/refusal.h"
 
@@ -20,34 +19,6 @@ uint64_t this_thread() {
   return number;
 }
 
-constexpr const char* kOperations[] = {"allocate",
-                                       "free",
-                                       "copy",
-                                       "fill",
-                                       "create_stream",
-                                       "destroy_stream",
-                                       "synchronize_stream",
-                                       "synchronize_device",
-                                       "query_stream",
-                                       "call",
-                                       "create_event",
-                                       "record",
-                                       "wait",
-                                       "synchronize_event",
-                                       "query_event",
-                                       "elapsed_ms",
-                                       "begin_capture",
-                                       "end_capture",
-                                       "capture_status",
-                                       "instantiate",
-                                       "upload",
-                                       "launch",
-                                       "split"};
-
-bool is_operation(const std::string& name) {
-  return std::find(std::begin(kOperations), std::end(kOperations), name) != std::end(kOperations);
-}
-
 SimEvent& own(Event& event) { return static_cast<SimEvent&>(event); }
 
 }  // namespace
@@ -58,6 +29,7 @@ Sim::Sim(const SimOptions& options)
       schedule_(options, name(), memory_),
       streams_(name(), id()),
       captures_(name()),
+      calls_(name()),
       sms_(std::make_shared<Sms>(SmLimits{options.sm_count, options.sm_least, options.sm_alignment})) {}
 
 Sim::~Sim() {
@@ -67,72 +39,24 @@ Sim::~Sim() {
 
 // ---- calls, faults and delays
 
-int Sim::thread_number() {
-  return threads_.try_emplace(this_thread(), static_cast<int>(threads_.size())).first->second;
-}
-
-Status Sim::begin(const char* operation) {
-  ++calls_[operation];
-  ++calls_[""];
-  submissions_.emplace_back(thread_number(), operation);
-  // All count down, so that several faults keep their places.
-  auto fault = faults_.end();
-  for (auto at = faults_.begin(); at != faults_.end(); ++at) {
-    if (!at->operation.empty() && at->operation != operation) continue;
-    if (at->left-- == 0 && fault == faults_.end()) fault = at;
-  }
-  if (fault == faults_.end()) return {};
-  ErrorCode code = fault->code;
-  faults_.erase(fault);
-  return refusal(code, name(), operation, "success", "the fault that was injected", "nothing to do");
-}
-
-bool Sim::delayed(const char* operation) {
-  auto delay = delays_.end();
-  for (auto at = delays_.begin(); at != delays_.end(); ++at) {
-    if (at->operation != operation) continue;
-    if (at->left-- == 0 && delay == delays_.end()) delay = at;
-  }
-  if (delay == delays_.end()) return false;
-  delays_.erase(delay);
-  return true;
-}
-
 Status Sim::inject(SimFault fault) {
-  if (!fault.operation.empty() && !is_operation(fault.operation))
-    return refusal(ErrorCode::kInput, name(), "inject", "the name of an operation",
-                   "'" + fault.operation + "'", "device.h names them");
-  if (fault.at < 0 || fault.code == ErrorCode::kOk)
-    return refusal(
-        ErrorCode::kInput, name(), "inject", "a place from 0 and an error",
-        "place " + std::to_string(fault.at) + (fault.code == ErrorCode::kOk ? " and no error" : ""),
-        "say which call fails, and how");
   std::lock_guard lock(mutex_);
-  faults_.push_back({std::move(fault.operation), fault.at, fault.code});
-  return {};
+  return calls_.inject(fault);
 }
 
 Status Sim::delay(const std::string& operation, int64_t at) {
-  bool can = operation == "copy" || operation == "fill" || operation == "call" || operation == "launch";
-  if (!can || at < 0)
-    return refusal(ErrorCode::kInput, name(), "delay", "copy, fill, call or launch, and a place from 0",
-                   "'" + operation + "' and place " + std::to_string(at), "name work that can be held back");
   std::lock_guard lock(mutex_);
-  delays_.push_back({operation, at, ErrorCode::kOk});
-  return {};
+  return calls_.delay(operation, at);
 }
 
 void Sim::clear_faults() {
   std::lock_guard lock(mutex_);
-  faults_.clear();
-  delays_.clear();
+  calls_.clear_faults();
 }
 
 int64_t Sim::calls(const std::string& operation) const {
-  if (!operation.empty() && !is_operation(operation)) return -1;
   std::lock_guard lock(mutex_);
-  auto found = calls_.find(operation);
-  return found == calls_.end() ? 0 : found->second;
+  return calls_.count(operation);
 }
 
 int64_t Sim::pending() const {
@@ -142,8 +66,10 @@ int64_t Sim::pending() const {
 
 std::vector<std::pair<int, std::string>> Sim::submissions() const {
   std::lock_guard lock(mutex_);
-  return {submissions_.begin(), submissions_.end()};
+  return calls_.submissions();
 }
+
+Status Sim::begin(const char* operation) { return calls_.begin(operation, this_thread()); }
 
 PartitionRef Sim::current_partition() const { return schedule_.current_partition(); }
 
@@ -165,7 +91,7 @@ OpRef Sim::make(OpKind kind, const Stream& stream, ActionRef action) {
   auto op = std::make_shared<Op>();
   op->kind = kind;
   op->stream = stream.handle;
-  op->thread = thread_number();
+  op->thread = calls_.thread_number(this_thread());
   op->action = std::move(action);
   return op;
 }
@@ -186,7 +112,7 @@ Status Sim::submit(Guard& guard, const char* operation, Stream& stream, Action a
     return status;
   }
   OpRef op = make(kind, stream, std::move(shared));
-  op->held = delayed(operation);
+  op->held = calls_.delayed(operation);
   enqueue(stream, op);
   schedule_.advance(guard);
   return {};
@@ -532,7 +458,7 @@ Status Sim::do_launch(GraphExec& exec, StreamHandle handle) {
   uint64_t number = ++launches_;
   OpRef first = make(OpKind::kLaunch, stream, nullptr);
   first->launch = number;
-  first->held = delayed("launch");
+  first->held = calls_.delayed("launch");
   schedule_.order(*first, launched.last);
   enqueue(stream, first);
   std::vector<OpRef> ops;

@@ -1,15 +1,13 @@
 // The simulated device, put together. Each noun has a file of its own: sim_memory, sim_stream, sim_schedule,
-// sim_capture, sim_partition.
+// sim_capture, sim_partition, sim_calls.
 #pragma once
 
-#include <deque>
-#include <map>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "device/sim_calls.h"
 #include "device/sim_capture.h"
 #include "device/sim_memory.h"
 #include "device/sim_op.h"
@@ -66,11 +64,8 @@ class Sim final : public SimDevice {
 
   // Counts the call, and fails it if a fault was asked for.
   Status begin(const char* operation);
-  int thread_number();
   // The stream for new work, if it may have any now.
   Result<Stream*> stream_for(const char* operation, StreamHandle handle);
-  // Whether the next such call's work is to be held back.
-  bool delayed(const char* operation);
   // The action becomes a node of the stream's capture, or an operation on it.
   Status submit(Guard& guard, const char* operation, Stream& stream, Action action);
   OpRef make(OpKind kind, const Stream& stream, ActionRef action);
@@ -78,23 +73,13 @@ class Sim final : public SimDevice {
   void enqueue(Stream& stream, const OpRef& op);
   Status check_accesses(const char* operation, Action& action) const;
 
-  struct Countdown {
-    std::string operation;
-    int64_t left;
-    ErrorCode code;
-  };
-
   mutable std::mutex mutex_;
   Memory memory_;
   Schedule schedule_;
   Streams streams_;
   Captures captures_;
+  Calls calls_;
   const std::shared_ptr<Sms> sms_;
-  std::vector<Countdown> faults_;
-  std::vector<Countdown> delays_;
-  std::map<std::string, int64_t> calls_;
-  std::unordered_map<uint64_t, int> threads_;
-  std::deque<std::pair<int, const char*>> submissions_;
   uint64_t launches_ = 0;
 };
 

@@ -28,7 +28,7 @@ Memory::~Memory() {
 Result<BlockRef> Memory::allocate(size_t nbytes) {
   size_t left = limit_nbytes_ - std::min(limit_nbytes_, counts_.current_nbytes);
   void* data = nullptr;
-  if (nbytes <= left && nbytes <= SIZE_MAX - kAlignment)
+  if (nbytes <= left && nbytes <= PTRDIFF_MAX)
     data = std::aligned_alloc(kAlignment, (nbytes / kAlignment + 1) * kAlignment);
   if (!data)
     return refusal(ErrorCode::kOutOfDeviceMemory, device_, "allocate",

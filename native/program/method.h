@@ -117,7 +117,7 @@ class Instance {
       output_is_caller_memory_;         // unplanned outputs, bound to a block or to `out` for each call
   std::vector<char> output_is_final_;   // no instruction reads the output after the one that makes it
   std::vector<char> input_is_written_;  // by the program itself: never the caller's memory
-  bool torn_ = false;                   // a call ended in the middle of a loop, whose counters are now anything
+  bool torn_ = false;  // a call ended in the middle of a loop, whose counters are now anything
 
   EventRef last_;            // behind the work of the last call, where it may still run
   bool host_reads_ = false;  // that work reads planned host memory

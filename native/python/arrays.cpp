@@ -409,8 +409,8 @@ nb::object from_value(Value& value) {
       break;
   }
   if (value.device != nullptr || numpy_type(value.tensor.dtype) < 0) {
-    return nb::cast(
-        Buffer{value.tensor, std::move(value.block), value.device ? device_object(value.device) : nullptr});
+    return nb::cast(Buffer{value.tensor, std::move(value.block),
+                           value.device ? device_object(value.device) : nullptr, nullptr});
   }
   return numpy_view(value.tensor, block_owner(std::move(value.block)));
 }

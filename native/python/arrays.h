@@ -20,11 +20,20 @@ void import_numpy();
 
 struct PyDevice;
 
+// Lets a delegate say how large an output is this time, while its run() lasts. Returns the Status of the
+// engine.
+class Resizer {
+ public:
+  virtual ~Resizer() = default;
+  virtual Status resize(const TensorView& view) = 0;
+};
+
 // Memory with a dtype, a shape and strides, on a device.
 struct Buffer {
   TensorView view;
   BlockRef block;                    // null where the memory is lent for a call
   std::shared_ptr<PyDevice> device;  // null for host memory that no device knows
+  std::shared_ptr<Resizer> resizer;  // of an output lent to a delegate
 };
 
 // A view on any Python argument. `keep` holds what must outlive the view. `where` opens a message.

@@ -173,10 +173,22 @@ Buffer from_float32(nb::handle array) {
   return out;
 }
 
+void resize(Buffer& buffer, nb::handle shape) {
+  if (!buffer.resizer) {
+    raise(Status(ErrorCode::kInput,
+                 "Buffer.resize: expected an output that a running call lent to a delegate, got " +
+                     describe(buffer.view) + " that is none"));
+  }
+  TensorView view = buffer.view;
+  set_shape(view, shape, "Buffer.resize");
+  check(buffer.resizer->resize(view));
+  buffer.view = view;
+}
+
 }  // namespace
 
-nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device) {
-  return nb::cast(Buffer{view, nullptr, device});
+nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, std::shared_ptr<Resizer> resizer) {
+  return nb::cast(Buffer{view, nullptr, device, std::move(resizer)});
 }
 
 void bind_buffer(nb::module_& m) {
@@ -200,6 +212,10 @@ void bind_buffer(nb::module_& m) {
       .def_prop_ro(
           "address", [](const Buffer& b) { return reinterpret_cast<uintptr_t>(b.view.data); },
           "Where the memory starts, as the device counts.")
+      .def("resize", &resize, nb::arg("shape"),
+           "Inside Delegate.run, for an output: say its shape of this call, before work is enqueued. Outputs "
+           "start with "
+           "the greatest shape that the plan allows.\n\nRaises InputError for a shape beyond the plan.")
       .def("numpy", &to_numpy,
            "A NumPy array: a view of host memory, a copy of device memory. Waits for the last writer of "
            "device memory.\n\n"

@@ -1,8 +1,10 @@
 // Delegates written in Python: one native backend for each name, which finds the class behind it at each
 // load.
 #include <executorch/runtime/backend/interface.h>
+#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
 
@@ -54,6 +56,29 @@ void tell(Status status) {
   if (bound != nullptr && bound->call() != nullptr && bound->call()->failure.ok())
     bound->call()->failure = std::move(status);
 }
+
+// Valid while run() lasts; afterwards the tensor may be anything.
+class OutputResizer final : public Resizer {
+ public:
+  OutputResizer(executorch::aten::Tensor& tensor, const Loaded& loaded) : tensor_(&tensor), loaded_(loaded) {}
+  void end() { tensor_ = nullptr; }
+  Status resize(const TensorView& view) override {
+    if (tensor_ == nullptr)
+      return failure(loaded_, ErrorCode::kInput, "expected Buffer.resize inside run(), got it later");
+    std::array<int32_t, kMaxDims> sizes;
+    for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d)
+      sizes[d] = static_cast<int32_t>(view.sizes[d]);
+    et::Error error = et::resize_tensor(*tensor_, {sizes.data(), static_cast<size_t>(view.ndim)});
+    if (error == et::Error::Ok) return {};
+    return failure(
+        loaded_, ErrorCode::kInput,
+        "expected an output within " + describe(view_of(*tensor_)) + " or its bounds, got " + describe(view));
+  }
+
+ private:
+  executorch::aten::Tensor* tensor_;
+  const Loaded& loaded_;
+};
 
 class PyBackend final : public et::BackendInterface {
  public:
@@ -186,11 +211,20 @@ class PyBackend final : public et::BackendInterface {
     nb::object sides[2] = {
         nb::steal(PyTuple_New(static_cast<Py_ssize_t>(std::min(count, args.size())))),
         nb::steal(PyTuple_New(static_cast<Py_ssize_t>(args.size() - std::min(count, args.size()))))};
+    struct Resizers {
+      std::vector<std::shared_ptr<OutputResizer>> all;
+      ~Resizers() {
+        for (auto& resizer : all) resizer->end();
+      }
+    } resizers;
     for (size_t i = 0; i < args.size(); ++i) {
       bool out = i >= count;
       nb::object item;
       if (args[i]->isTensor()) {
-        item = lend_buffer(view_of(args[i]->toTensor()), shown);
+        std::shared_ptr<OutputResizer> resizer;
+        if (out)
+          resizer = resizers.all.emplace_back(std::make_shared<OutputResizer>(args[i]->toTensor(), loaded));
+        item = lend_buffer(view_of(args[i]->toTensor()), shown, resizer);
       } else if (args[i]->isInt()) {
         item = nb::int_(args[i]->toInt());
       } else if (args[i]->isDouble()) {

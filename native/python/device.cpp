@@ -505,13 +505,16 @@ void bind_objects(nb::module_& m) {
   m.def("cpu", [] { return device_object(cpu_device()); });
   m.def("sim", &make_sim, nb::arg("schedule"), nb::arg("seed"), nb::arg("ordinal"), nb::arg("sms"),
         nb::arg("memory"));
-  m.def("select", [](nb::object stream, nb::object device) {
-    DeviceRef of = device.is_none() ? nullptr : nb::cast<PyDeviceRef>(device)->device;
-    StreamChoice choice = to_stream(stream, of, "caller_stream");
-    headrace_selection next{reinterpret_cast<cudaStream_t>(choice.handle), choice.device, 1};
-    headrace_selection former = headrace_exchange_selection(next);
-    return nb::make_tuple(reinterpret_cast<uintptr_t>(former.stream), former.device, former.selected);
-  });
+  m.def(
+      "select",
+      [](nb::object stream, nb::object device) {
+        DeviceRef of = device.is_none() ? nullptr : nb::cast<PyDeviceRef>(device)->device;
+        StreamChoice choice = to_stream(stream, of, "caller_stream");
+        headrace_selection next{reinterpret_cast<cudaStream_t>(choice.handle), choice.device, 1};
+        headrace_selection former = headrace_exchange_selection(next);
+        return nb::make_tuple(reinterpret_cast<uintptr_t>(former.stream), former.device, former.selected);
+      },
+      nb::arg("stream"), nb::arg("device").none());
   m.def("restore", [](uintptr_t stream, int32_t device, int32_t selected) {
     (void)headrace_exchange_selection({reinterpret_cast<cudaStream_t>(stream), device, selected});
   });

@@ -55,7 +55,7 @@ struct StreamChoice {
 StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* where);
 
 // Memory that a call lends to a delegate: no block, valid while the call's work runs.
-nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device);
+nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, std::shared_ptr<Resizer> resizer);
 
 // Keeps the Python exception in flight as the cause of the Status that the same thread raises next.
 void park_exception(nb::python_error& error);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import math
@@ -185,7 +186,10 @@ def _inputs(args: argparse.Namespace, method: Method) -> list[Any]:
 
 
 def _as_array(output: Any) -> np.ndarray[Any, Any]:
-    return output.float32() if isinstance(output, headrace.Buffer) else np.asarray(output)
+    if not isinstance(output, headrace.Buffer):
+        return np.asarray(output)
+    array: np.ndarray[Any, Any] = output.float32() if output.dtype == "bfloat16" else output.numpy()
+    return array
 
 
 def _summary(output: Any) -> str:
@@ -257,12 +261,37 @@ def _compare(args: argparse.Namespace, method: Method, outputs: Sequence[Any]) -
     return rows
 
 
+def _device(args: argparse.Namespace) -> Any:
+    """The device of --device and --schedule; None where neither was given."""
+    if args.schedule is None:
+        return args.device
+    name = args.device or "sim"
+    if not name.startswith("sim"):
+        raise OptionError(f"--schedule: expected a simulated device, got --device {name}")
+    schedule = int(args.schedule) if args.schedule.lstrip("-").isdecimal() else args.schedule
+    return headrace.device(name, schedule=schedule)
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import modules that define delegates; the current folder counts, as it does for ``python -m``."""
+    if modules and "" not in sys.path:
+        sys.path.insert(0, "")
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as e:
+            raise OptionError(
+                f"--import {module}: expected a module that can be imported, got: {e}"
+            ) from None
+
+
 def _run(args: argparse.Namespace) -> int:
+    _import(args.modules)
     if args.threads is not None:
         headrace.set_num_threads(args.threads)
     if args.repeat < 1:
         raise OptionError(f"--repeat: expected 1 or more, got {args.repeat}")
-    with headrace.load(args.file, data=args.data) as program:
+    with headrace.load(args.file, data=args.data, device=_device(args)) as program:
         name = args.method or program.methods[0]
         if name not in program:
             raise InputError(f"--method: expected one of {', '.join(program.methods)}, got {name!r}")
@@ -291,6 +320,7 @@ def _run(args: argparse.Namespace) -> int:
                 {
                     "file": args.file,
                     "method": name,
+                    "device": method.device.name,
                     "islands": [asdict(i) for i in method.islands],
                     "outputs": [
                         asdict(info) | {"actual": _as_array(o).shape}
@@ -303,7 +333,8 @@ def _run(args: argparse.Namespace) -> int:
             )
             return DIFFERS if different else OK
         print(
-            f"{args.file}, method {name}: {', '.join(i.delegate for i in method.islands) or 'CPU kernels only'}"
+            f"{args.file}, method {name} on {method.device.name}: "
+            f"{', '.join(i.delegate for i in method.islands) or 'CPU kernels only'}"
         )
         for i, (info, output) in enumerate(zip(method.outputs, outputs, strict=True)):
             print(f"  output {i}: {_shape_text(info)}, got {_summary(output)}")
@@ -364,6 +395,20 @@ def _parser() -> argparse.ArgumentParser:
         help="write outputs there as out0.npy, … (bfloat16 as float32, None not at all)",
     )
     one.add_argument("--threads", type=int, metavar="N", help="threads of the CPU kernels and XNNPACK")
+    one.add_argument(
+        "--device", help="cpu, sim or cuda:N (default: cpu, or cuda:0 for a program with device memory)"
+    )
+    one.add_argument(
+        "--schedule", metavar="eager|late|SEED", help="run on a simulated device, with its work in this order"
+    )
+    one.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="modules",
+        metavar="MODULE",
+        help="a Python module that defines delegates; may be repeated",
+    )
     one.set_defaults(run=_run)
 
     one = commands.add_parser("audit", help="check a CUDA wheel, or decide what a build row means")

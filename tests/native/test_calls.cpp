@@ -304,6 +304,8 @@ void methods(const std::string& path) {
 std::shared_ptr<headrace::Program> global;
 
 void ending(const std::string& path) {
+  // Exit handlers run in reverse: this one after the library's, which waits for the calls.
+  std::atexit([] { CHECK(inside == 0); });
   global = load(path, 2);
   during = [] {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

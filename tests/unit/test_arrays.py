@@ -307,6 +307,36 @@ def test_several_outs_by_other_protocols_are_all_written() -> None:
             assert_close(got, want, program.rtol, program.atol)
 
 
+class Watched:
+    """Gives memory by DLPack that its capsule alone keeps, and looks whether earlier capsules still live."""
+
+    def __init__(self, earlier: list[Watched]) -> None:
+        self.earlier = list(earlier)
+        self.memory: weakref.ref[Any] | None = None
+        earlier.append(self)
+
+    def __dlpack__(self) -> Any:
+        for other in self.earlier:
+            assert other.memory is not None and other.memory() is not None
+        array = np.zeros((4, 64), np.float32).view(Subclass)
+        self.memory = weakref.ref(array)
+        return array.__dlpack__()
+
+
+def test_every_out_is_kept_until_the_call_is_over() -> None:
+    program = programs.load("several_outputs")
+    given: list[Watched] = []
+    for _ in range(4):
+        Watched(given)
+    with (
+        headrace.load(program.path) as loaded,
+        pytest.raises(headrace.InputError, match=r"^forward, out 0: "),
+    ):
+        # All four are asked for their memory; then the shape of the first is refused.
+        loaded["forward"](*(v.data for v in program.calls[0].inputs), out=given)
+    assert [w.memory is not None and w.memory() is None for w in given] == [True] * 4
+
+
 def read_only_out() -> Array:
     return read_only(np.zeros((4, 64), np.float32))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import subprocess
@@ -42,6 +44,11 @@ def test_demo_tells_its_accuracy_islands_and_time() -> None:
     assert started
     assert 0 < float(started[1]) < 60
     assert "██" in text
+    assert re.findall(r"schedule (eager|late|seed 20) +the same predictions", text) == [
+        "eager",
+        "late",
+        "seed 20",
+    ]
 
 
 def test_demo_draws_on_a_terminal_without_unicode() -> None:
@@ -69,3 +76,38 @@ def test_committed_program_is_small_and_of_any_batch() -> None:
         np.testing.assert_allclose(full[: len(x)], scores, rtol=1e-4, atol=1e-4)
         with pytest.raises(headrace.InputError, match="513"):
             program["forward"](np.zeros((513, 1, 8, 8), np.float32))
+
+
+@pytest.mark.parametrize("schedule", ["eager", "late", "3"])
+def test_split_program_runs_from_the_command_line_on_the_simulated_device(schedule: str) -> None:
+    """BY2: what needs no GPU code runs on the simulated device."""
+    command = [
+        sys.executable,
+        "-m",
+        "headrace.cli",
+        "run",
+        str(DIGITS / "digits_split.pte"),
+        "--random",
+        "0",
+        "--json",
+    ]
+    command += ["--import", "examples.digits.normalize", "--schedule", schedule]
+    done = subprocess.run(command, cwd=programs.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["device"] == "sim:0"
+    assert [island["delegate"] for island in said["islands"]] == [
+        "DigitsNormalize",
+        "XnnpackBackend",
+        "XnnpackBackend",
+    ]
+
+
+def test_split_program_answers_as_the_whole_one() -> None:
+    importlib.import_module("examples.digits.normalize")
+    x = np.random.default_rng(1).uniform(0, 16, (5, 1, 8, 8)).astype(np.float32)
+    with headrace.load(DIGITS / "digits.pte") as whole:
+        (wanted,) = whole["forward"](x)
+    for device in ("cpu", headrace.device("sim", schedule="late")):
+        with headrace.load(DIGITS / "digits_split.pte", device=device) as split:
+            np.testing.assert_allclose(split["forward"](x)[0], wanted, rtol=1e-4, atol=1e-4)

@@ -30,6 +30,8 @@ def test_missing_kernels_are_named_at_load_all_of_them() -> None:
         headrace.load(program.path)
     assert caught.value.method == "forward"
     assert len(program.kernels_missing) == 2
+    assert str(caught.value).startswith(f"{program.path}, method 'forward': expected kernels for '")
+    assert "', got none; load the library that holds them" in str(caught.value)
     for kernel in program.kernels_missing:
         assert f"'{kernel}'" in str(caught.value)
 

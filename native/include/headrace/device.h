@@ -331,8 +331,9 @@ HEADRACE_API bool in_host_function();
 // The device that a live allocation belongs to, whichever it is; null for host memory.
 HEADRACE_API DeviceRef device_of(const void* address);
 
-// Called around every wait on the host, on the waiting thread; `after` gets what `before` returned. A language
-// run time gives up its lock here: host functions of the device may need it. Set once, before any wait.
+// Called around every wait on the host, on the waiting thread; `after` gets what `before` returned. A
+// language run time gives up its lock here: host functions of the device may need it. Set once, before any
+// wait.
 struct WaitHooks {
   void* (*before)() = nullptr;
   void (*after)(void*) = nullptr;
