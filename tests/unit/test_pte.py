@@ -14,9 +14,9 @@ from typing import Any
 
 import flatbuffers
 import pytest
-from headrace._schema import program as schema
 
 from headrace import pte
+from headrace._schema import program as schema
 from headrace.errors import ProgramError
 from tests import programs
 
