@@ -262,7 +262,7 @@ Status Instance::load_method() {
                         "' beyond that");
     }
   }
-  LogScope log;
+  LogScope log(LogScope::kThrow);
   std::vector<IslandPlan> islands = islands_of(plan_);
   LoadScope loading(plan_, islands);
   CallContext context;
@@ -584,7 +584,7 @@ Status Instance::execute() {
       return et::Error::Internal;
     }
   };
-  LogScope log;
+  LogScope log(LogScope::kThrow);
   et::Error error = et::Error::Ok;
   if (!plan_.loops) {
     error = unless_it_aborts([&] { return method_->execute(); });

@@ -644,9 +644,10 @@ def test_no_valid_program_is_refused(name: str) -> None:
             load("sim")
     except headrace.DelegateUnavailable:
         assert set(program.delegates) - {"XnnpackBackend"} or program.kernels_missing
-    except headrace.ProgramError as error:
+    except headrace.ProgramError as refusal:
         # The structure is sound; where its memory lies is not what headrace runs.
-        assert not program.runs or "expected device memory that the caller brings" in str(error)
+        if program.runs and "expected device memory that the caller brings" not in str(refusal):
+            raise
 
 
 def test_every_kernel_of_the_engine_has_a_signature() -> None:
