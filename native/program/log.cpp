@@ -17,7 +17,7 @@ struct LogSink {
   static void emit(et_timestamp_t, et_pal_log_level_t level, const char* file, const char*, size_t line,
                    const char* message, size_t length) {
     bool fatal = level == et_pal_log_level_t::kFatal;
-    if (fatal && innermost == nullptr) {
+    if (fatal && (innermost == nullptr || innermost->aborts_ == LogScope::kEnd)) {
       std::fprintf(stderr, "headrace: the engine ends this process: %s:%zu: %.*s\n", file, line,
                    static_cast<int>(length), message);
       return;
@@ -32,7 +32,7 @@ struct LogSink {
   }
 
   static void abort() {
-    if (innermost != nullptr) throw EngineAbort{};
+    if (innermost != nullptr && innermost->aborts_ == LogScope::kThrow) throw EngineAbort{};
     std::abort();
   }
 };
@@ -42,7 +42,7 @@ void collect_engine_log() {
       nullptr, &LogSink::abort, nullptr, nullptr, &LogSink::emit, nullptr, nullptr, __FILE_NAME__));
 }
 
-LogScope::LogScope() : outer_(std::exchange(innermost, this)) {}
+LogScope::LogScope(Aborts aborts) : aborts_(aborts), outer_(std::exchange(innermost, this)) {}
 LogScope::~LogScope() { innermost = outer_; }
 std::vector<std::string> LogScope::take() { return std::exchange(lines_, {}); }
 

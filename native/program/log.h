@@ -8,8 +8,8 @@ namespace headrace {
 
 // Takes over the engine's log for the whole process. Its lines at level Error go to the LogScope of the
 // thread that logs; outside a scope they are dropped. Behind a fatal line the engine ends the process: inside
-// a LogScope an EngineAbort is thrown instead, on the thread that called the engine; elsewhere the line is
-// written to stderr and the process ends.
+// a scope that catches them an EngineAbort is thrown instead, on the thread that called the engine; elsewhere
+// the line is written to stderr and the process ends.
 void collect_engine_log();
 
 // The engine gave up (a check of its own failed). It is built with exceptions, so its frames are unwound; the
@@ -19,7 +19,8 @@ struct EngineAbort {};
 // Collects this thread's lines while it lives. Scopes nest; a line goes to the innermost.
 class LogScope {
  public:
-  LogScope();
+  enum Aborts { kEnd, kThrow };  // what an abort of the engine does: end the process, or throw EngineAbort
+  explicit LogScope(Aborts aborts = kEnd);
   ~LogScope();
   LogScope(const LogScope&) = delete;
   LogScope& operator=(const LogScope&) = delete;
@@ -28,6 +29,7 @@ class LogScope {
  private:
   friend struct LogSink;
   std::vector<std::string> lines_;
+  Aborts aborts_;
   LogScope* outer_;
 };
 

@@ -290,7 +290,7 @@ Status Instance::load_method() {
                         "' beyond that");
     }
   }
-  LogScope log;
+  LogScope log(LogScope::kThrow);
   std::vector<IslandPlan> islands = islands_of(plan_);
   LoadScope loading(plan_, islands);
   CallContext context;
@@ -632,7 +632,7 @@ Status Instance::execute(const Settled& settled) {
       return et::Error::Internal;
     }
   };
-  LogScope log;
+  LogScope log(LogScope::kThrow);
   et::Error error = et::Error::Ok;
   if (!plan_.loops) {
     error = unless_it_aborts([&] { return record::recording() ? execute_recorded(settled) : method_->execute(); });

@@ -166,6 +166,31 @@ Status check_delegates_and_kernels(const ProgramCore& core, const LoadOptions& o
 
 }  // namespace
 
+namespace {
+
+// Reads and checks every file of the program that `core` names.
+Status read_files(ProgramCore& core) {
+  auto plan = read_program({core.file->data(), core.file->size(), core.file->name()});
+  if (!plan.ok()) return plan.status();
+  core.plan = std::move(*plan);
+  for (const auto& data : core.data) {
+    auto entries = read_data_file({data->data(), data->size(), data->name()});
+    if (!entries.ok()) return entries.status();
+    if (Status status = core.data_map.add(data->name(), std::move(*entries)); !status.ok()) return status;
+  }
+  if (Status status = check_external_data(core); !status.ok()) return status;
+  return check_payloads(core);
+}
+
+}  // namespace
+
+Status Program::verify(std::shared_ptr<const Bytes> file, std::vector<std::shared_ptr<const Bytes>> data) {
+  ProgramCore core;
+  core.file = std::move(file);
+  core.data = std::move(data);
+  return read_files(core);
+}
+
 Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file, LoadOptions options) {
   if (options.instances < 1 || options.instances > 1024) {
     return Status(ErrorCode::kOption,
@@ -185,9 +210,7 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
 
   core->loader =
       std::make_unique<executorch::extension::BufferDataLoader>(core->file->data(), core->file->size());
-  auto plan = read_program({core->file->data(), core->file->size(), core->file->name()});
-  if (!plan.ok()) return plan.status();
-  core->plan = std::move(*plan);
+  if (Status status = read_files(*core); !status.ok()) return status;
   {
     LogScope log;
     auto program = et::Program::load(core->loader.get(), et::Program::Verification::InternalConsistency);
@@ -200,13 +223,6 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
     }
     core->program.emplace(std::move(*program));
   }
-  for (const auto& data : core->data) {
-    auto entries = read_data_file({data->data(), data->size(), data->name()});
-    if (!entries.ok()) return entries.status();
-    if (Status status = core->data_map.add(data->name(), std::move(*entries)); !status.ok()) return status;
-  }
-  if (Status status = check_external_data(*core); !status.ok()) return status;
-  if (Status status = check_payloads(*core); !status.ok()) return status;
   if (Status status = check_delegates_and_kernels(*core, options); !status.ok()) return status;
   if (Status status = check_device(*core); !status.ok()) return status;
 

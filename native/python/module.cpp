@@ -217,6 +217,14 @@ NB_MODULE(_core, m) {
       .def_static("load", &load, nb::arg("source"), nb::arg("data"), nb::arg("instances"),
                   nb::arg("allow_native_code"), nb::arg("max_steps"), nb::arg("options"),
                   nb::arg("device").none())
+      .def_static(
+          "verify",
+          [](nb::handle source, nb::sequence data) {
+            std::vector<std::shared_ptr<const Bytes>> files;
+            for (nb::handle d : data) files.push_back(bytes_of(d, "data file (bytes)"));
+            check(Program::verify(bytes_of(source, "program (bytes)"), std::move(files)));
+          },
+          nb::arg("source"), nb::arg("data"))
       .def("method_names", &Program::method_names)
       .def("method", &Program::method)
       .def("memory",

@@ -9,8 +9,10 @@ One line before a case ("start INDEX") and one behind it ("end INDEX HOW"). A cr
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ import numpy as np
 import headrace
 from tests.fuzz.mutate import Case, case
 
+# Indices of no case, by which the parent's own test sees a crash and a hang.
+CRASH, HANG = -1, -2
 MEMORY = 6 << 30  # bytes of address space; a program that wants more must get an error
 STEPS = 200_000  # instructions that a method with loops may take
 
@@ -63,6 +67,10 @@ def main() -> None:
     seed = int(sys.argv[1])
     for index in map(int, sys.argv[2:]):
         print("start", index, flush=True)
+        if index == CRASH:
+            os.abort()
+        if index == HANG:
+            time.sleep(3600)
         print("end", index, run(case(seed, index)), flush=True)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tests.fuzz.mutate import KINDS, case, indices
 
-__all__ = ["Result", "fuzz", "main"]
+__all__ = ["Result", "fuzz", "main", "run_batch"]
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 30  # of one case
@@ -38,7 +38,7 @@ class Result:
         self.failures: list[str] = []
 
 
-def _batch(seed: int, waiting: list[int]) -> list[tuple[int, str]]:
+def run_batch(seed: int, waiting: list[int], timeout_s: float = TIMEOUT_S) -> list[tuple[int, str]]:
     """Run cases in one child, in a new one after each that ends it."""
     out: list[tuple[int, str]] = []
     while waiting:
@@ -69,9 +69,9 @@ def _batch(seed: int, waiting: list[int]) -> list[tuple[int, str]]:
         verdict = ""
         while True:
             try:
-                line = lines.get(timeout=TIMEOUT_S)
+                line = lines.get(timeout=timeout_s)
             except queue.Empty:
-                verdict = f"HANG after {TIMEOUT_S} s"
+                verdict = f"HANG after {timeout_s} s"
                 child.kill()
                 break
             if line is None:
@@ -107,7 +107,7 @@ def fuzz(seed: int, chosen: list[int], workers: int = 2, progress: bool = False)
     batches = [chosen[i : i + BATCH] for i in range(0, len(chosen), BATCH)]
     done, began = 0, time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        for ended in concurrent.futures.as_completed([pool.submit(_batch, seed, b) for b in batches]):
+        for ended in concurrent.futures.as_completed([pool.submit(run_batch, seed, b) for b in batches]):
             for index, outcome in ended.result():
                 result.kinds[names[index % len(names)]] += 1
                 if outcome.startswith(("CRASH", "HANG")):

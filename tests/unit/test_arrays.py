@@ -328,7 +328,10 @@ def test_every_out_is_kept_until_the_call_is_over() -> None:
     given: list[Watched] = []
     for _ in range(4):
         Watched(given)
-    with headrace.load(program.path) as loaded, pytest.raises(headrace.InputError, match=r"^forward, out 0: "):
+    with (
+        headrace.load(program.path) as loaded,
+        pytest.raises(headrace.InputError, match=r"^forward, out 0: "),
+    ):
         # All four are asked for their memory; then the shape of the first is refused.
         loaded["forward"](*(v.data for v in program.calls[0].inputs), out=given)
     assert [w.memory is not None and w.memory() is None for w in given] == [True] * 4

@@ -164,6 +164,9 @@ class HEADRACE_API Program {
   // then loads all its methods. Native payloads run their code here (see LoadOptions).
   // kProgram, kDelegateUnavailable, kDelegate, kOption, kOutOfDeviceMemory.
   static Result<std::shared_ptr<Program>> load(std::shared_ptr<const Bytes> file, LoadOptions options);
+  // Checks the structure of the file, of its data files and of the payloads whose format is known, as load()
+  // does first; runs and keeps nothing. The engine's own check of the tables is load()'s alone. kProgram.
+  static Status verify(std::shared_ptr<const Bytes> file, std::vector<std::shared_ptr<const Bytes>> data);
   ~Program();
 
   std::vector<std::string> method_names() const;
