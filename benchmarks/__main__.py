@@ -2,10 +2,11 @@
 
 ::
 
-    python -m benchmarks [startup] [calls] [--ours-python P] [--stock-python P] [--rounds N] [--check]
+    python -m benchmarks [startup] [calls] [islands] [--ours-python P] [--stock-python P] [--rounds N] [--check]
 
 ``startup``: process start to first answer, import, resident memory; a fresh process each time.
 ``calls``: the cost of one call, from Python, inputs and outputs on the host.
+``islands``: what an island costs, of ours alone: see ``islands.py``.
 
 The two runtimes run in turn, each in a process of its own, and in changing order. Of a startup the median
 over the rounds is reported, and the ratio of medians, ours to stock's. A call is measured in samples of 20 ms,
@@ -31,6 +32,8 @@ from typing import Any
 
 from tests import programs
 
+from . import islands
+
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).resolve().parent / "worker.py"
 RUNTIMES = ("ours", "stock")
@@ -40,6 +43,7 @@ STARTUP_PROGRAM = "mlp_portable"
 CALL_PROGRAMS = ("add", "mlp_portable", "mlp_xnnpack", "cnn_portable", "cnn_xnnpack")
 # What the project promises: the greatest ratio of ours to stock's.
 GOALS = {"startup": {"answer_s": 1 / 20}, "calls": {"add": 1 / 2}}
+PARTS = (*GOALS, "islands")
 
 
 def machine() -> dict[str, Any]:
@@ -157,8 +161,20 @@ def compared(values: dict[str, list[float]]) -> dict[str, Any]:
     return {**medians, "ratio": medians["ours"] / medians["stock"], "all": values}
 
 
+def facts(what: str) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "what": what,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": ["python", "-m", "benchmarks", *sys.argv[1:]],
+        "machine": machine(),
+    }
+
+
 def measure(what: str, pythons: dict[str, str], rounds: int) -> dict[str, Any]:
     extra: dict[str, Any]
+    if what == "islands":
+        return {**facts(what), **islands.measure(pythons["ours"], rounds)}
     if what == "startup":
         found = startups(pythons, rounds)
         keys = ("answer_s", "import_s", "load_s", "imported_nbytes", "answered_nbytes")
@@ -171,11 +187,7 @@ def measure(what: str, pythons: dict[str, str], rounds: int) -> dict[str, Any]:
         extra = {"unit": "microseconds a call", "samples": SAMPLES}
     goals = {key: {"most": most, "met": results[key]["ratio"] <= most} for key, most in GOALS[what].items()}
     return {
-        "version": 1,
-        "what": what,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "benchmarks", *sys.argv[1:]],
-        "machine": machine(),
+        **facts(what),
         "versions": versions,
         "rounds": rounds,
         "results": results,
@@ -185,6 +197,8 @@ def measure(what: str, pythons: dict[str, str], rounds: int) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
+    if report["what"] == "islands":
+        return islands.table(report)
     lines = [f"{report['what']:24}{'headrace':>12}{'stock':>12}{'ratio':>9}"]
     for key, result in report["results"].items():
         if key.endswith("_nbytes"):
@@ -202,19 +216,19 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="*", metavar="startup|calls", help="all of them if none is named")
+    parser.add_argument("what", nargs="*", metavar="startup|calls|islands", help="all of them if none is named")
     parser.add_argument("--ours-python", default=sys.executable, help="has headrace installed")
     parser.add_argument("--stock-python", default=sys.executable, help="has torch and executorch installed")
     parser.add_argument("--rounds", type=int, default=5, help="fresh processes of each runtime (5)")
     parser.add_argument("--check", action="store_true", help="end with status 1 where a goal is missed")
     arguments = parser.parse_args()
-    if unknown := set(arguments.what) - set(GOALS):
-        parser.error(f"expected startup or calls, got {', '.join(sorted(unknown))}")
+    if unknown := set(arguments.what) - set(PARTS):
+        parser.error(f"expected startup, calls or islands, got {', '.join(sorted(unknown))}")
     if arguments.rounds < 1:
         parser.error(f"--rounds: expected 1 or more, got {arguments.rounds}")
     pythons = {"ours": arguments.ours_python, "stock": arguments.stock_python}
     missed = False
-    for what in arguments.what or GOALS:
+    for what in arguments.what or PARTS:
         report = measure(what, pythons, arguments.rounds)
         path = ROOT / "build" / "bench" / f"{what}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
