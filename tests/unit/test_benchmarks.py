@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import __main__ as benchmarks
+from benchmarks import islands
 from tests import programs
 
 
@@ -67,3 +68,16 @@ def test_table_says_whether_a_goal_is_met() -> None:
     assert "add, µs" in first
     assert "MISSES the goal of 0.5" in first
     assert "goal" not in second
+
+
+def test_islands_are_timed_over_as_many_islands_as_it_says() -> None:
+    """The programs have 1, 10 and 100 islands, all of them are run, and a slope that grows misses the goal."""
+    paths = [programs.HERE / "committed" / f"chain{count}.pte" for count in islands.COUNTS]
+    command = [sys.executable, str(Path(islands.__file__)), "sim", "2", *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert len(rows) == 2 and all(len(row) == 3 and 0 < row[0] < row[2] for row in rows)
+    swapped = subprocess.run([*command[:4], *command[4:][::-1]], capture_output=True, text=True)
+    assert swapped.returncode != 0 and "expected 1 islands, got 100" in swapped.stderr
+    assert islands.slopes({1: 5.0, 10: 23.0, 100: 203.0}) == (2.0, 2.0)

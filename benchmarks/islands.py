@@ -1,0 +1,136 @@
+"""What an island costs: a call over 1, 10 and 100 islands whose delegate, in Python, does nothing.
+
+::
+
+    python -m benchmarks islands
+
+Everything lies in memory of the device and a stream is selected, so that a call neither copies nor waits: what is
+left is the engine's walk, the bridge into Python and the books of one call. Each round is a fresh process, which
+times the three programs in turn, so that a machine that is busy is so for all. The goal: the slope from 10 to 100
+is that from 1 to 10 within a third, that is, the cost does not grow with what came before. No native delegate does
+nothing, so there is no native column.
+
+As a script, ``python benchmarks/islands.py DEVICE SAMPLES PROGRAM.pte…``, it is the process that measures.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+COUNTS = (1, 10, 100)
+DEVICES = ("cpu", "sim")
+SAMPLES = 400
+# How far apart the two slopes may be, as a share of the smaller one.
+MOST = 1 / 3
+
+
+def slopes(us: dict[int, float]) -> tuple[float, float]:
+    """Microseconds for each further island, from 1 to 10 and from 10 to 100."""
+    return (us[10] - us[1]) / 9, (us[100] - us[10]) / 90
+
+
+def measure(python: str, rounds: int) -> dict[str, Any]:
+    """Results by device, with goals; microseconds."""
+    paths = [ROOT / "tests/programs/committed" / f"chain{count}.pte" for count in COUNTS]
+    results: dict[str, Any] = {}
+    for device in DEVICES:
+        samples: dict[int, list[float]] = {count: [] for count in COUNTS}
+        for _ in range(rounds):
+            command = [python, str(Path(__file__).resolve()), device, str(SAMPLES), *map(str, paths)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(
+                    f"benchmarks: expected exit status 0 from islands.py, got {done.stderr[-2000:]}"
+                )
+            for row in json.loads(done.stdout):
+                for count, us in zip(COUNTS, row, strict=True):
+                    samples[count].append(us)
+        us = {count: statistics.median(samples[count]) for count in COUNTS}
+        first, second = slopes(us)
+        results[device] = {
+            "call_us": {str(count): us[count] for count in COUNTS},
+            "slope_us": [first, second],
+            "apart": abs(second - first) / min(first, second) if min(first, second) > 0 else float("inf"),
+        }
+    goals = {d: {"most": MOST, "met": r["apart"] <= MOST} for d, r in results.items()}
+    return {"results": results, "goals": goals, "rounds": rounds, "samples": SAMPLES}
+
+
+def table(report: dict[str, Any]) -> str:
+    lines = [
+        f"{'islands, µs a call':24}" + "".join(f"{count:>10}" for count in COUNTS) + "   for each island"
+    ]
+    for device, result in report["results"].items():
+        first, second = result["slope_us"]
+        verdict = "meets" if report["goals"][device]["met"] else "MISSES"
+        lines.append(
+            f"  {device:22}"
+            + "".join(f"{result['call_us'][str(count)]:10.2f}" for count in COUNTS)
+            + f"   {first:.2f}, then {second:.2f}: {verdict} the goal of a third"
+        )
+    return "\n".join(lines)
+
+
+def work(device_name: str, samples: int, paths: list[str]) -> list[list[float]]:
+    """``samples`` rows of microseconds a call, one for each program."""
+    import headrace
+
+    ran: list[int] = []
+
+    def nothing(name: str) -> None:
+        class Nothing(headrace.Delegate, name=name):
+            def run(self, inputs: Any, outputs: Any, stream: Any) -> None:
+                pass
+
+    def counting(name: str) -> None:
+        class Counting(headrace.Delegate, name=name):
+            def run(self, inputs: Any, outputs: Any, stream: Any) -> None:
+                ran.append(1)
+
+    def prepare(path: str) -> Callable[[], object]:
+        import numpy as np
+
+        method = headrace.load(path, device=device)["forward"]
+        x = device.to_device(np.zeros((1, 4), np.float32))
+        return lambda: method(x)
+
+    device = headrace.device(device_name)
+    with headrace.caller_stream(device.stream()):
+        # As many islands as were asked for are what a call runs.
+        for path, count in zip(paths, COUNTS, strict=True):
+            for name in ("TestA", "TestB"):
+                counting(name)
+            ran.clear()
+            prepare(path)()
+            assert len(ran) == count, f"{path}: expected {count} islands, got {len(ran)}"
+        for name in ("TestA", "TestB"):
+            nothing(name)
+        calls = [prepare(path) for path in paths]
+        repeats = []
+        for call, count in zip(calls, COUNTS, strict=True):
+            for _ in range(20):
+                call()
+            # Samples of a tenth of a millisecond: few meet a switch to another process.
+            repeats.append(max(2, 30 // count))
+        rows = []
+        for _ in range(samples):
+            row = []
+            for call, repeat in zip(calls, repeats, strict=True):
+                began = time.perf_counter()
+                for _ in range(repeat):
+                    call()
+                row.append((time.perf_counter() - began) / repeat * 1e6)
+            rows.append(row)
+    return rows
+
+
+if __name__ == "__main__":
+    print(json.dumps(work(sys.argv[1], int(sys.argv[2]), sys.argv[3:])))
