@@ -104,10 +104,13 @@ Status check_payloads(const ProgramCore& core) {
     for (size_t i = 0; i < method.delegates.size(); ++i) {
       if (method.delegates[i].id != kXnnpack) continue;
       if (std::string wrong = check_xnnpack(method, i, find); !wrong.empty()) {
+        // Where data is missing, the text says already what to do.
+        if (wrong.find("pass the .ptd files") == std::string::npos) {
+          wrong += "; the file is damaged, export it again";
+        }
         return Status(ErrorCode::kProgram, core.file->name() + ", method '" + method.name +
                                                "', payload of delegate " + std::to_string(i) + " ('" +
-                                               method.delegates[i].id + "'): " + wrong +
-                                               "; the file is damaged, export it again");
+                                               method.delegates[i].id + "'): " + wrong);
       }
     }
   }
