@@ -82,7 +82,7 @@ def measure(rounds: int) -> dict[str, Any]:
             off.append(_sample(call, counts[name]))
             with headrace.record() as record:
                 on.append(_sample(call, counts[name]))
-        entries = len(record) / counts[name]
+        entries = len(record.log.entries) / counts[name]
         results[name] = {
             "before": statistics.median(before[name]),
             "off": statistics.median(off),

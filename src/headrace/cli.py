@@ -309,14 +309,14 @@ def _run(args: argparse.Namespace) -> int:
         inputs = _inputs(args, method)
         times = []
         recorded = headrace.record() if args.check_ordering or args.trace else None
-        with recorded or contextlib.nullcontext():
+        with contextlib.nullcontext() if recorded is None else recorded:
             for _ in range(args.repeat):
                 began = time.perf_counter()
                 outputs = method(*inputs)
                 times.append(time.perf_counter() - began)
-        if recorded and args.trace:
+        if recorded is not None and args.trace:
             recorded.trace(args.trace)
-        ordering = recorded.check() if recorded and args.check_ordering else None
+        ordering = recorded.check() if recorded is not None and args.check_ordering else None
         compared = _compare(args, method, outputs) if args.expect else []
         if args.output:
             folder = Path(args.output)

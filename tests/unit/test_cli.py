@@ -411,4 +411,4 @@ def test_run_checks_the_order_and_writes_a_trace(run: Any, tmp_path: Path) -> No
 
 def test_check_ordering_fails_where_there_is_nothing_to_check(run: Any) -> None:
     status, out, err = run("run", path("mlp_portable"), "--ones", "--check-ordering")
-    assert (status, out) == (1, "") and "OrderingError: record: expected work of a device" in err
+    assert (status, out) == (cli.FAILED, "") and "OrderingError: record: expected work of a device" in err

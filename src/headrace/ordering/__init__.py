@@ -77,9 +77,6 @@ class Record:
             self._log, self._raw = Log.of(self._raw), None
         return self._log
 
-    def __len__(self) -> int:
-        return len(self.log.entries)
-
     def findings(self) -> Findings:
         """What the check looked at and found; raises nothing for conflicts."""
         if self._findings is None:
