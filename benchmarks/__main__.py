@@ -216,7 +216,9 @@ def table(report: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="*", metavar="startup|calls|islands", help="all of them if none is named")
+    parser.add_argument(
+        "what", nargs="*", metavar="startup|calls|islands", help="all of them if none is named"
+    )
     parser.add_argument("--ours-python", default=sys.executable, help="has headrace installed")
     parser.add_argument("--stock-python", default=sys.executable, help="has torch and executorch installed")
     parser.add_argument("--rounds", type=int, default=5, help="fresh processes of each runtime (5)")

@@ -47,7 +47,9 @@ def measure(python: str, rounds: int) -> dict[str, Any]:
             command = [python, str(Path(__file__).resolve()), device, str(SAMPLES), *map(str, paths)]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                raise SystemExit(f"benchmarks: expected exit status 0 from islands.py, got {done.stderr[-2000:]}")
+                raise SystemExit(
+                    f"benchmarks: expected exit status 0 from islands.py, got {done.stderr[-2000:]}"
+                )
             for row in json.loads(done.stdout):
                 for count, us in zip(COUNTS, row, strict=True):
                     samples[count].append(us)
@@ -63,7 +65,9 @@ def measure(python: str, rounds: int) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    lines = [f"{'islands, µs a call':24}" + "".join(f"{count:>10}" for count in COUNTS) + "   for each island"]
+    lines = [
+        f"{'islands, µs a call':24}" + "".join(f"{count:>10}" for count in COUNTS) + "   for each island"
+    ]
     for device, result in report["results"].items():
         first, second = result["slope_us"]
         verdict = "meets" if report["goals"][device]["met"] else "MISSES"
