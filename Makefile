@@ -6,13 +6,25 @@ EXPORT := .venv-export/bin/python
 NATIVE := $(shell find native cmake CMakeLists.txt pyproject.toml -type f)
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test check format bench wheel fuzz audit-public test-cuda clean
+.PHONY: demo test test-seeds test-sanitize check format bench wheel fuzz audit-public test-cuda clean
 
 demo: .venv/ready ## set up, then classify handwritten digits
 	$(RUN) -m examples.digits.demo
 
 test: .venv-dev/ready .venv-export/ready ## all tests that need no GPU
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m pytest $(PYTEST)
+
+test-seeds: .venv-dev/ready .venv-export/ready ## the contract of streams under 1,000 orders of the simulated device
+	HEADRACE_SEEDS=1000 HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m pytest -q -k seeds tests/contract
+
+test-sanitize: .venv-dev/ready .venv-export/ready ## the contract and every order of dropping, under AddressSanitizer and UBSan
+	.venv-dev/bin/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv-dev/bin/ninja \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHEADRACE_SANITIZE=ON -DPython_EXECUTABLE=$(CURDIR)/$(DEV) \
+	  -DHEADRACE_ENGINE_WHEEL=$(HEADRACE_ENGINE_WHEEL) -DCMAKE_INSTALL_PREFIX=$(CURDIR)/build/sanitize/site
+	.venv-dev/bin/cmake --build build/sanitize
+	.venv-dev/bin/cmake --install build/sanitize
+	cp -r src/headrace build/sanitize/site
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) HEADRACE_SEEDS=10 $(DEV) -m tests.contract.sanitize build/sanitize/site $(PYTEST)
 
 check: .venv-dev/ready ## format, lint, types, layers
 	.venv-dev/bin/ruff format --check .

@@ -36,28 +36,21 @@ def test_planned_buffers_lie_where_the_program_says(devices: Devices) -> None:
         seen.clear()
 
 
-@pytest.mark.parametrize("name", ["two_on_cuda1", "split_two_devices", "split_cuda_unplanned_device"])
-def test_programs_for_other_indices_or_of_the_old_kind_run_on_any_device(name: str, devices: Devices) -> None:
-    """DM1: planned for cuda:1; for two devices; tagged for a device with memory planned on the host."""
+@pytest.mark.parametrize("name", ["two_on_cuda1", "split_two_devices"])
+def test_programs_for_other_indices_run_on_any_device(name: str, devices: Devices) -> None:
+    """DM1: planned for cuda:1; for two devices."""
     program = golden(name)
     for device in devices:
-        if name == "split_cuda_unplanned_device":
-            # Its islands would be handed host memory as a device's: refused by name, or right.
-            try:
-                loaded = program.load(device)
-            except headrace.ProgramError as e:
-                assert "expected" in str(e)
-                continue
-        else:
-            loaded = program.load(device)
-        with loaded:
+        with program.load(device) as loaded:
             for k in range(2):
-                try:
-                    results = loaded["forward"](*program.inputs(k), stream=device.stream())
-                except headrace.HeadraceError as e:
-                    assert name == "split_cuda_unplanned_device" and "expected" in str(e)
-                    continue
-                assert program.right(results, k)
+                assert program.right(loaded["forward"](*program.inputs(k), stream=device.stream()), k)
+
+
+def test_a_program_that_plans_device_tensors_on_the_host_is_refused(devices: Devices) -> None:
+    """DM1, DM2: islands would be handed host memory as a device's."""
+    for device in devices:
+        with pytest.raises(headrace.ProgramError, match="on one device, got cuda:0 and cpu"):
+            golden("split_cuda_unplanned_device").load(device)
 
 
 def test_a_delegate_that_needs_device_memory_says_so(devices: Devices) -> None:
@@ -73,7 +66,9 @@ def test_a_delegate_that_needs_device_memory_says_so(devices: Devices) -> None:
 
     for device in devices:
         with golden("split_host").load(device) as loaded:
-            with pytest.raises(headrace.DelegateError, match="'TestA': expected device memory, got host memory"):
+            with pytest.raises(
+                headrace.DelegateError, match="'TestA': expected device memory, got host memory"
+            ):
                 loaded["forward"](*golden("split_host").inputs())
             assert ran == []
         with golden("split_cuda").load(device) as loaded:
@@ -118,7 +113,10 @@ def test_memory_of_another_device_is_refused(sims: Devices) -> None:
             with pytest.raises(headrace.DeviceError, match="sim:"):
                 device.to_device(strange[0])
             assert program.right(loaded["forward"](*(x.numpy() for x in strange)))
-    with program.load("cpu") as loaded, pytest.raises(headrace.DeviceError, match=r"of cpu .*, got memory of sim:1"):
+    with (
+        program.load("cpu") as loaded,
+        pytest.raises(headrace.DeviceError, match=r"of cpu .*, got memory of sim:1"),
+    ):
         loaded["forward"](*strange)
 
 
@@ -130,7 +128,9 @@ def test_a_dropped_buffer_s_memory_is_used_again_only_after_its_work(sims: Devic
             kept = []
             streams = [device.stream() for _ in range(3)]
             for k in range(24):
-                (out,) = loaded["forward"](*(device.to_device(x) for x in program.inputs(k)), stream=streams[k % 3])
+                (out,) = loaded["forward"](
+                    *(device.to_device(x) for x in program.inputs(k)), stream=streams[k % 3]
+                )
                 if k % 4 == 0:
                     kept.append((k, out))
                 del out

@@ -33,7 +33,7 @@ def test_one_split_makes_disjoint_partitions_of_unequal_sizes(sims: Devices) -> 
         lanes = device.split([8, 64])
         assert [p.sm_count for p in lanes] == [8, 64]
         for bad in ([64, 8], [1000], [48, 1, 1, 1, 1]):
-            with pytest.raises(headrace.DeviceError, match="60|56"):
+            with pytest.raises(headrace.DeviceError, match=r"60|56"):
                 device.split(bad)
         rest = device.split([33, 3])
         assert [p.sm_count for p in rest] == [40, 8]
@@ -75,5 +75,5 @@ def test_the_cpu_has_no_partitions() -> None:
     """GC1: nothing falls back silently."""
     device: Any = headrace.device("cpu")
     assert device.sm_count == 0
-    with pytest.raises(headrace.DeviceError, match="partition|multiprocessor"):
+    with pytest.raises(headrace.DeviceError, match=r"partition|multiprocessor"):
         device.partition(sms=8)

@@ -40,9 +40,14 @@ def test_selections_nest_and_come_back_on_every_exit(devices: Devices) -> None:
         assert headrace.current_stream() is None
         with headrace.caller_stream(first) as given:
             assert given is first and headrace.current_stream() == first
-            with pytest.raises(KeyboardInterrupt), headrace.caller_stream(second):
-                assert headrace.current_stream() == second
-                raise KeyboardInterrupt
+
+            def interrupted(second: Any = second) -> None:
+                with headrace.caller_stream(second):
+                    assert headrace.current_stream() == second
+                    raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                interrupted()
             assert headrace.current_stream() == first
 
             def early(second: Any = second) -> Any:
@@ -284,7 +289,11 @@ def test_a_stream_of_another_device_is_refused_before_anything_is_enqueued(sims:
                 yield lambda: loaded["forward"](*x, stream=strange)
                 yield lambda: loaded["forward"](*x, stream=AsMethod(strange.handle))
                 yield lambda: loaded["forward"](*x, stream=strange.handle)
-                for stream, of in ((strange, None), (AsMethod(strange.handle), None), (strange.handle, other)):
+                for stream, of in (
+                    (strange, None),
+                    (AsMethod(strange.handle), None),
+                    (strange.handle, other),
+                ):
 
                     def selected(stream: Any = stream, of: Any = of) -> None:
                         with headrace.caller_stream(stream, device=of):
@@ -333,8 +342,8 @@ def test_a_closed_stream_can_be_neither_selected_nor_used(devices: Devices) -> N
                 lambda s: s.query(),
                 lambda s: s.record(),
                 lambda s: s.call(lambda: None),
-                lambda s: device.empty(3, stream=s),
-                lambda s: device.to_device(np.ones(3, np.float32), stream=s),
+                lambda s, device=device: device.empty(3, stream=s),
+                lambda s, device=device: device.to_device(np.ones(3, np.float32), stream=s),
             )
             for use in uses:
                 with pytest.raises(headrace.InputError, match="closed"):
