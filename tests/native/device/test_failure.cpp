@@ -161,6 +161,8 @@ TEST(a_thread_that_ends_inside_a_host_function_fails_it_and_the_device_goes_on) 
   CHECK_EQ(value, 1);
 }
 
+#define FORBIDDEN(expression) CHECK_REFUSED(expression, kDevice, "cuLaunchHostFunc", "host function")
+
 TEST(a_host_function_may_not_call_the_device) {
   check::on_every_schedule(
       [](SimDevice& device) {
@@ -178,7 +180,6 @@ TEST(a_host_function_may_not_call_the_device) {
                                CHECK(in_host_function());
                                calls = device.calls("");
                                int sizes[] = {8};
-#define FORBIDDEN(expression) CHECK_REFUSED(expression, kDevice, "cuLaunchHostFunc", "host function")
                                FORBIDDEN(device.allocate(1, a));
                                FORBIDDEN(device.free(data, a));
                                FORBIDDEN(device.copy(data, data, 0, a));
