@@ -60,7 +60,8 @@ Block::~Block() {
   Status ordered = order(kPerThreadStream, true);
   if (!ordered.ok()) ordered = drain(*device_, kPerThreadStream);
   if (!ordered.ok()) ordered = device_->synchronize();
-  if (ordered.ok() && !device_->free(data_, kPerThreadStream).ok()) (void)device_->free(data_, kPerThreadStream);
+  if (ordered.ok() && !device_->free(data_, kPerThreadStream).ok())
+    (void)device_->free(data_, kPerThreadStream);
 }
 
 void Block::used(EventRef event, bool write) {

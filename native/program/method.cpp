@@ -514,9 +514,10 @@ Status Instance::bind_output(size_t i, const Value* given, Call& call, Value& ou
   }
   void* data = nullptr;
   // Islands may still read an input after the first of them writes this.
-  bool over_input = there && given != nullptr && std::any_of(call.inputs.begin(), call.inputs.end(), [&](const Value& in) {
-                      return in.device == device_ && in.kind == Value::Kind::kTensor && overlaps(in.tensor, given->tensor);
-                    });
+  bool over_input =
+      there && given != nullptr && std::any_of(call.inputs.begin(), call.inputs.end(), [&](const Value& in) {
+        return in.device == device_ && in.kind == Value::Kind::kTensor && overlaps(in.tensor, given->tensor);
+      });
   if (given != nullptr && plan->dynamism == Dynamism::kStatic && !over_input) {
     std::array<int32_t, kMaxDims> strides;
     dense_strides(given->tensor.ndim, plan->sizes.data(), plan->dim_order.data(), strides.data());
@@ -635,7 +636,8 @@ Status Instance::execute(const Settled& settled) {
   LogScope log(LogScope::kThrow);
   et::Error error = et::Error::Ok;
   if (!plan_.loops) {
-    error = unless_it_aborts([&] { return record::recording() ? execute_recorded(settled) : method_->execute(); });
+    error = unless_it_aborts(
+        [&] { return record::recording() ? execute_recorded(settled) : method_->execute(); });
   } else {
     int64_t steps = 0;
     while ((error = unless_it_aborts([&] { return method_->step(); })) == et::Error::Ok) {
@@ -754,8 +756,8 @@ Status Instance::run(std::span<const Value> inputs, std::span<const Value> out, 
   Status status = enqueue();
   if (status.ok()) status = collect(true);
   if (!status.ok()) {
-    // What was enqueued before the failure still uses the caller's memory. The call before stays what the next
-    // one is ordered behind: this one may have failed before it was.
+    // What was enqueued before the failure still uses the caller's memory. The call before stays what the
+    // next one is ordered behind: this one may have failed before it was.
     return also(std::move(status), drain(*device_, settled.stream));
   }
   if (status = finish(call); !status.ok()) return status;
@@ -962,8 +964,10 @@ Status MethodPool::close() {
   std::shared_ptr<ProgramCore> core;
   std::vector<std::unique_ptr<Instance>> doomed;
   if (in_host_function()) {
-    return Status(ErrorCode::kDevice, name_ + ": expected close() from outside a host function, where devices can be "
-                                              "waited for, got it from inside one");
+    return Status(ErrorCode::kDevice,
+                  name_ +
+                      ": expected close() from outside a host function, where devices can be "
+                      "waited for, got it from inside one");
   }
   {
     std::unique_lock lock(mutex_);

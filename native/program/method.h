@@ -125,12 +125,12 @@ class Instance {
   std::vector<char> input_is_written_;  // by the program itself: never the caller's memory
   bool torn_ = false;  // a call ended in the middle of a loop, whose counters are now anything
 
-  const uint64_t number_;        // unique in the process, for records
+  const uint64_t number_;            // unique in the process, for records
   std::vector<IslandPlan> islands_;  // once a call was recorded
 
-  EventRef last_;            // behind the work of the last call, where it may still run
+  EventRef last_;                              // behind the work of the last call, where it may still run
   std::vector<std::weak_ptr<Block>> written_;  // by that work, while nobody waited for it
-  bool host_reads_ = false;  // that work reads planned host memory
+  bool host_reads_ = false;                    // that work reads planned host memory
   std::vector<std::pair<EventRef, std::shared_ptr<void>>> kept_;  // foreign memory that work in flight reads
 };
 

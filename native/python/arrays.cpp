@@ -437,8 +437,8 @@ nb::object from_value(Value& value) {
       break;
   }
   if (value.device != nullptr || numpy_type(value.tensor.dtype) < 0) {
-    return nb::cast(Buffer{value.tensor, std::move(value.block),
-                           value.device ? device_object(value.device) : nullptr});
+    return nb::cast(
+        Buffer{value.tensor, std::move(value.block), value.device ? device_object(value.device) : nullptr});
   }
   return numpy_view(value.tensor, block_owner(std::move(value.block)));
 }
@@ -453,7 +453,8 @@ std::string text_of(const nb::python_error& error) {
     PyErr_Clear();
     return out + " (whose text raised an exception itself)";
   }
-  return out + ": " + std::string(PyBytes_AS_STRING(text.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(text.ptr())));
+  return out + ": " +
+         std::string(PyBytes_AS_STRING(text.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(text.ptr())));
 }
 
 std::string traceback_of(const nb::python_error& error) {

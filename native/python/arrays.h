@@ -23,9 +23,9 @@ struct PyDevice;
 // Memory with a dtype, a shape and strides, on a device.
 struct Buffer {
   TensorView view;
-  BlockRef block;                           // null where the memory is lent for a call
-  std::shared_ptr<PyDevice> device;         // null for host memory that no device knows
-  int64_t most = -1;                        // elements that there is room for, where a delegate may say the shape
+  BlockRef block;                    // null where the memory is lent for a call
+  std::shared_ptr<PyDevice> device;  // null for host memory that no device knows
+  int64_t most = -1;                 // elements that there is room for, where a delegate may say the shape
   StreamHandle lent_on = kPerThreadStream;  // of memory lent for a call: the stream of the call
 };
 

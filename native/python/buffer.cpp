@@ -105,7 +105,8 @@ nb::dict cuda_array_interface(const Buffer& buffer) {
   return out;
 }
 
-nb::object to_dlpack(const Buffer& buffer, nb::handle stream, nb::handle, nb::handle device, nb::handle copy) {
+nb::object to_dlpack(const Buffer& buffer, nb::handle stream, nb::handle, nb::handle device,
+                     nb::handle copy) {
   if (!buffer.block && buffer.device) {
     raise(Status(ErrorCode::kInput,
                  "Buffer.__dlpack__: expected memory of its own, got memory lent for a call"));
@@ -115,12 +116,14 @@ nb::object to_dlpack(const Buffer& buffer, nb::handle stream, nb::handle, nb::ha
     std::pair<int, int> wanted;
     if (!nb::try_cast(device, wanted) || wanted.first != here.type || wanted.second != here.id) {
       raise(Status(ErrorCode::kInput, "Buffer.__dlpack__: expected its own device " + device_text(buffer) +
-                                          ", got DLPack's device " + nb::cast<std::string>(nb::repr(device))));
+                                          ", got DLPack's device " +
+                                          nb::cast<std::string>(nb::repr(device))));
     }
   }
   if (copy.is(nb::bool_(true))) {
     // The protocol's own exception, so that a consumer may try without.
-    PyErr_SetString(PyExc_BufferError, "Buffer.__dlpack__: expected copy=None or False, got True; copy it afterwards");
+    PyErr_SetString(PyExc_BufferError,
+                    "Buffer.__dlpack__: expected copy=None or False, got True; copy it afterwards");
     nb::raise_python_error();
   }
   hand_over(buffer, stream);
@@ -241,7 +244,8 @@ Buffer from_float32(nb::handle array) {
 
 }  // namespace
 
-nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, StreamHandle stream, bool resizable) {
+nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, StreamHandle stream,
+                       bool resizable) {
   return nb::cast(Buffer{view, nullptr, device, resizable ? view.numel() : -1, stream});
 }
 
@@ -275,8 +279,9 @@ void bind_buffer(nb::module_& m) {
           "resize",
           [](Buffer& b, nb::handle shape) {
             if (b.most < 0) {
-              raise(Status(ErrorCode::kInput,
-                           "Buffer.resize: expected a dense output of a running delegate, got another Buffer"));
+              raise(
+                  Status(ErrorCode::kInput,
+                         "Buffer.resize: expected a dense output of a running delegate, got another Buffer"));
             }
             TensorView view = b.view;
             (void)set_shape(view, shape, "Buffer.resize");
@@ -288,7 +293,8 @@ void bind_buffer(nb::module_& m) {
             b.view = view;
           },
           nb::arg("shape"),
-          "Say the shape of a delegate's output, where it is smaller than the greatest one of the plan. Before "
+          "Say the shape of a delegate's output, where it is smaller than the greatest one of the plan. "
+          "Before "
           "run() returns.")
       .def("float32", &to_float32,
            "A float32 copy as a NumPy array, exact for bfloat16. Waits as numpy() does.")

@@ -47,8 +47,7 @@ TensorView view_of(const executorch::aten::Tensor& t) {
 }
 
 bool same_shape(const TensorView& view, const executorch::aten::Tensor& t) {
-  return std::equal(t.sizes().begin(), t.sizes().end(), view.sizes.begin(),
-                    view.sizes.begin() + view.ndim);
+  return std::equal(t.sizes().begin(), t.sizes().end(), view.sizes.begin(), view.sizes.begin() + view.ndim);
 }
 
 bool is_dense(const TensorView& view) {
@@ -217,7 +216,8 @@ class PyBackend final : public et::BackendInterface {
       if (first) loaded.greatest[i].assign(t.sizes().begin(), t.sizes().end());
       const auto& sizes = loaded.greatest[i];
       if (std::equal(sizes.begin(), sizes.end(), t.sizes().begin())) continue;
-      if (et::Error error = et::resize_tensor(t, {sizes.data(), sizes.size()}); error != et::Error::Ok) return error;
+      if (et::Error error = et::resize_tensor(t, {sizes.data(), sizes.size()}); error != et::Error::Ok)
+        return error;
     }
     nb::object sides[2] = {
         nb::steal(PyTuple_New(static_cast<Py_ssize_t>(std::min(count, args.size())))),
@@ -258,12 +258,15 @@ class PyBackend final : public et::BackendInterface {
       if (same_shape(said, args[i]->toTensor())) continue;
       std::array<executorch::aten::SizesType, kMaxDims> sizes;
       for (int d = 0; d < said.ndim; ++d)
-        sizes[static_cast<size_t>(d)] = static_cast<executorch::aten::SizesType>(said.sizes[static_cast<size_t>(d)]);
-      et::Error error = et::resize_tensor(args[i]->toTensor(), {sizes.data(), static_cast<size_t>(said.ndim)});
+        sizes[static_cast<size_t>(d)] =
+            static_cast<executorch::aten::SizesType>(said.sizes[static_cast<size_t>(d)]);
+      et::Error error =
+          et::resize_tensor(args[i]->toTensor(), {sizes.data(), static_cast<size_t>(said.ndim)});
       if (error == et::Error::Ok) continue;
       tell(failure(loaded, ErrorCode::kDelegate,
-                   "output " + std::to_string(i - count) + ": expected a shape within the plan's bounds, got " +
-                       describe(said) + ", which the engine refuses: " + et::to_string(error)));
+                   "output " + std::to_string(i - count) +
+                       ": expected a shape within the plan's bounds, got " + describe(said) +
+                       ", which the engine refuses: " + et::to_string(error)));
       return error;
     }
     return et::Error::Ok;

@@ -58,7 +58,8 @@ struct StreamChoice {
 StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* where);
 
 // Memory that a call lends to a delegate: no block, valid while the call's work runs.
-nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, StreamHandle stream, bool resizable);
+nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, StreamHandle stream,
+                       bool resizable);
 
 // What the exception says, "TypeError: …"; whatever its __str__ does. And the same with its traceback.
 std::string text_of(const nb::python_error& error);

@@ -37,8 +37,7 @@ struct Same<cu::Code (*)(Ours...), CUresult (*)(Theirs...)> {
   static constexpr bool value = check();
 };
 
-#define SAME(name, theirs)                                                          \
-  static_assert(Same<decltype(cu::Driver::name), CUresult (*) theirs>::value, #name)
+#define SAME(name, theirs) static_assert(Same<decltype(cu::Driver::name), CUresult(*) theirs>::value, #name)
 #define SAME_FUNCTION(name, function) \
   static_assert(Same<decltype(cu::Driver::name), decltype(&function)>::value, #name)
 
@@ -88,7 +87,8 @@ SAME_FUNCTION(StreamBeginCapture, cuStreamBeginCapture_v2);
 SAME_FUNCTION(StreamEndCapture, cuStreamEndCapture);
 SAME_FUNCTION(StreamIsCapturing, cuStreamIsCapturing);
 // The header declares _v3; _v2 is in the part that only the driver's own sources see.
-SAME(StreamGetCaptureInfo, (CUstream, CUstreamCaptureStatus*, cuuint64_t*, CUgraph*, const CUgraphNode**, size_t*));
+SAME(StreamGetCaptureInfo,
+     (CUstream, CUstreamCaptureStatus*, cuuint64_t*, CUgraph*, const CUgraphNode**, size_t*));
 SAME_FUNCTION(ThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode);
 SAME_FUNCTION(GraphInstantiate, cuGraphInstantiateWithFlags);
 SAME_FUNCTION(GraphUpload, cuGraphUpload);
@@ -107,7 +107,8 @@ SAME_FUNCTION(GreenCtxStreamCreate, cuGreenCtxStreamCreate);
 
 // Every entry of the table is compared above.
 #define ONE(name, symbol, arguments) +1
-static_assert(0 HEADRACE_DRIVER_REQUIRED(ONE) HEADRACE_DRIVER_OPTIONAL(ONE) == 61, "an entry is not compared here");
+static_assert(0 HEADRACE_DRIVER_REQUIRED(ONE) HEADRACE_DRIVER_OPTIONAL(ONE) == 61,
+              "an entry is not compared here");
 
 static_assert(sizeof(cu::PoolProperties) == sizeof(CUmemPoolProps));
 static_assert(offsetof(cu::PoolProperties, allocation_type) == offsetof(CUmemPoolProps, allocType));

@@ -21,8 +21,9 @@ def test_there_are_pages() -> None:
 
 def test_the_first_program_of_the_readme_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    first, error = succeeded(run_python("\n".join(blocks))).splitlines()
+    assert len(blocks) == 3
+    first, error, selected = succeeded(run_python("\n".join(blocks))).splitlines()
+    assert selected == "True"
     assert first.startswith("(3, 10) (Island(")
     assert (
         error.startswith("forward, input 0: expected float32[") and "got float64[3, 1, 8, 8] on cpu" in error

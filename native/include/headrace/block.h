@@ -42,7 +42,8 @@ class HEADRACE_API Block {
   Status order(StreamHandle stream, bool write);
   // Waits on the host for the writer (and the readers, if the host is going to write). Host blocks: at once.
   Status wait(bool write);
-  // The block's content failed to be written, and who waited for it could tell nobody: the next wait() says so.
+  // The block's content failed to be written, and who waited for it could tell nobody: the next wait() says
+  // so.
   void lost(const Status& status);
 
  private:
