@@ -92,7 +92,8 @@ def _doctor(args: argparse.Namespace) -> int:
     for gpu in found.cuda.gpus:
         rows[gpu.device] = (
             f"{gpu.name}, compute capability {gpu.capability}, {gpu.sm_count} SMs, "
-            f"{gpu.memory_nbytes / 2**30:.0f} GiB" + (f"; cannot be used: {gpu.problem}" if gpu.problem else "")
+            f"{gpu.memory_nbytes / 2**30:.0f} GiB"
+            + (f"; cannot be used: {gpu.problem}" if gpu.problem else "")
         )
     if found.cuda.missing:
         rows["no GPU"] = found.cuda.missing

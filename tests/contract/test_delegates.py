@@ -36,7 +36,9 @@ def test_load_is_told_whose_it_is(devices: Devices) -> None:
                 assert context.device is device
                 assert dict(context.options) == {"speed": 3, "fast": True, "mode": "warm"}
                 assert context.options["fast"] is True
-                assert context.specs["target_device"] == b"cuda:0" and context.specs["headrace.inputs"] == b"2"
+                assert (
+                    context.specs["target_device"] == b"cuda:0" and context.specs["headrace.inputs"] == b"2"
+                )
                 with pytest.raises(ValueError, match="while a delegate loads"):
                     context.named_data("x")
             assert program.right(loaded["forward"](*program.inputs()))
@@ -71,7 +73,9 @@ def test_a_delegate_may_refuse_its_payload(devices: Devices) -> None:
     for device in devices:
         before = device.memory()["current_nbytes"]
         error[0] = ValueError("of another version")
-        with pytest.raises(headrace.DelegateError, match=r"'TestB': load\(\) raised ValueError: of another") as caught:
+        with pytest.raises(
+            headrace.DelegateError, match=r"'TestB': load\(\) raised ValueError: of another"
+        ) as caught:
             program.load(device)
         assert caught.value.__cause__ is error[0] and caught.value.delegate == "TestB"
         error[0] = KeyboardInterrupt()
@@ -128,7 +132,9 @@ def test_where_inputs_end_must_be_known(late: Any) -> None:
         assert golden("two_islands").right(loaded["forward"](*golden("two_islands").inputs()))
 
 
-def test_a_delegate_may_not_call_its_own_method(devices: Devices, classes: dict[str, type[delegates.Base]]) -> None:
+def test_a_delegate_may_not_call_its_own_method(
+    devices: Devices, classes: dict[str, type[delegates.Base]]
+) -> None:
     """OR7, DE3: InputError, not a deadlock; with instances to spare it ends at the last one."""
     program = golden("split_cuda")
     for device in devices:
@@ -155,7 +161,9 @@ def test_a_delegate_may_not_call_its_own_method(devices: Devices, classes: dict[
                 assert program.right(loaded["forward"](*program.inputs()))
 
 
-def test_a_delegate_may_call_another_program(devices: Devices, classes: dict[str, type[delegates.Base]]) -> None:
+def test_a_delegate_may_call_another_program(
+    devices: Devices, classes: dict[str, type[delegates.Base]]
+) -> None:
     """DE3, SY2: it inherits the stream of the call, so the inner call is ordered and does not wait."""
     outer, inner = golden("split_cuda"), golden("chain10")
     for device in devices:
@@ -184,7 +192,9 @@ def test_a_delegate_may_call_another_program(devices: Devices, classes: dict[str
             assert inner.right(results) and (waits == 0 or device.name == "cpu")
 
 
-def test_a_delegate_may_use_threads_of_its_own(devices: Devices, classes: dict[str, type[delegates.Base]]) -> None:
+def test_a_delegate_may_use_threads_of_its_own(
+    devices: Devices, classes: dict[str, type[delegates.Base]]
+) -> None:
     """DE3: the interpreter's lock is the delegate's while run() runs, and can be given up in it."""
     program = golden("split_cuda")
     seen: list[int] = []
@@ -224,7 +234,9 @@ def test_lent_memory_is_touched_in_stream_order_alone(sims: Devices) -> None:
     program = golden("chain1")
     for device in sims:
         with program.load(device) as loaded:
-            assert program.right(loaded["forward"](device.to_device(program.inputs()[0]), stream=device.stream()))
+            assert program.right(
+                loaded["forward"](device.to_device(program.inputs()[0]), stream=device.stream())
+            )
 
 
 def test_host_functions_may_not_call_the_device(sims: Devices) -> None:
@@ -272,7 +284,13 @@ def test_objects_may_be_dropped_inside_a_host_function(sims: Devices) -> None:
 
 def test_host_memory_islands_run_in_line(devices: Devices) -> None:
     """DE3: a program that is all host memory: the delegates' stream is the cpu's and its work is done at once."""
-    for name in ("split_host", "split_host_unplanned", "chain25_host", "split_many_arguments", "split_xnnpack"):
+    for name in (
+        "split_host",
+        "split_host_unplanned",
+        "chain25_host",
+        "split_many_arguments",
+        "split_xnnpack",
+    ):
         program = golden(name)
         for device in devices:
             with program.load(device) as loaded:

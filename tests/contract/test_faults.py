@@ -36,7 +36,11 @@ def test_a_fault_at_any_operation_of_a_call_is_told_and_leaves_nothing_behind(
                 before = device.memory()["current_nbytes"]
                 loaded = program.load(device)
                 method, stream = loaded["forward"], device.stream()
-                x = [device.to_device(v) for v in program.inputs()] if "resident" in name else program.inputs()
+                x = (
+                    [device.to_device(v) for v in program.inputs()]
+                    if "resident" in name
+                    else program.inputs()
+                )
                 device.fail(operation, at)
                 count = device.calls(operation)
                 failed: Exception | None = None
@@ -53,7 +57,11 @@ def test_a_fault_at_any_operation_of_a_call_is_told_and_leaves_nothing_behind(
                 # Its traceback's frames hold the method.
                 results = failed = None
                 for k in range(3):
-                    y = [device.to_device(v) for v in program.inputs(k)] if "resident" in name else program.inputs(k)
+                    y = (
+                        [device.to_device(v) for v in program.inputs(k)]
+                        if "resident" in name
+                        else program.inputs(k)
+                    )
                     assert program.right(method(*y, stream=stream if k % 2 else None), k)
                 loaded.close()
                 del loaded, method, x, y
@@ -194,11 +202,16 @@ def test_what_run_raises_is_the_cause_of_a_delegate_error(
         with program.load(device) as loaded:
             for how in (None, device.stream()):
                 classes["TestB"].on_run = staticmethod(refuse)
-                with pytest.raises(headrace.DelegateError, match=r"delegate 'TestB': run\(\) raised ") as caught:
+                with pytest.raises(
+                    headrace.DelegateError, match=r"delegate 'TestB': run\(\) raised "
+                ) as caught:
                     loaded["forward"](*program.inputs(), stream=how)
                 assert caught.value.__cause__ is error
                 assert (caught.value.delegate, caught.value.method) == ("TestB", "forward")
-                assert caught.value.island == [i.index for i in loaded["forward"].islands if i.delegate == "TestB"][0]
+                assert (
+                    caught.value.island
+                    == [i.index for i in loaded["forward"].islands if i.delegate == "TestB"][0]
+                )
                 classes["TestB"].on_run = None
                 assert program.right(loaded["forward"](*program.inputs(), stream=how))
 
@@ -263,7 +276,9 @@ def test_what_a_host_function_raises_is_raised_by_the_next_wait(
             for how in ("call", "numpy", "stream", "event", "device"):
                 on[0] = True
                 stream = device.stream()
-                with pytest.raises(headrace.DelegateError, match="in the middle of the device's work") as caught:
+                with pytest.raises(
+                    headrace.DelegateError, match="in the middle of the device's work"
+                ) as caught:
                     if how == "call":
                         here["forward"](*hosted.inputs(), stream=stream)
                     else:

@@ -52,7 +52,9 @@ def test_longer_programs_are_right(name: str, devices: Devices) -> None:
     program = golden(name)
     for device in devices:
         with program.load(device) as loaded:
-            inputs = [device.to_device(x) for x in program.inputs()] if "resident" in name else program.inputs()
+            inputs = (
+                [device.to_device(x) for x in program.inputs()] if "resident" in name else program.inputs()
+            )
             with headrace.caller_stream(device.stream()):
                 assert program.right(loaded["forward"](*inputs))
 

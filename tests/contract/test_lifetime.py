@@ -75,8 +75,10 @@ def test_every_order_of_dropping_with_work_in_flight(schedule: str) -> None:
 @pytest.mark.parametrize("way", list(delegates.WAYS))
 def test_every_order_of_dropping_whatever_way_the_delegates_work(way: str) -> None:
     """LT3: the first to be dropped, in each order, with the outputs read in between."""
-    code = textwrap.dedent(PERMUTATIONS).replace("itertools.permutations(", "list(itertools.permutations(").replace(
-        '"outputs"]):', '"outputs"]))[::30]:'
+    code = (
+        textwrap.dedent(PERMUTATIONS)
+        .replace("itertools.permutations(", "list(itertools.permutations(")
+        .replace('"outputs"]):', '"outputs"]))[::30]:')
     )
     assert child("SUFFIX = True\n" + code, "late", way) == "144\n"
 

@@ -73,7 +73,9 @@ def test_a_delegate_that_needs_device_memory_says_so(devices: Devices) -> None:
 
     for device in devices:
         with golden("split_host").load(device) as loaded:
-            with pytest.raises(headrace.DelegateError, match="'TestA': expected device memory, got host memory"):
+            with pytest.raises(
+                headrace.DelegateError, match="'TestA': expected device memory, got host memory"
+            ):
                 loaded["forward"](*golden("split_host").inputs())
             assert ran == []
         with golden("split_cuda").load(device) as loaded:
@@ -118,7 +120,10 @@ def test_memory_of_another_device_is_refused(sims: Devices) -> None:
             with pytest.raises(headrace.DeviceError, match="sim:"):
                 device.to_device(strange[0])
             assert program.right(loaded["forward"](*(x.numpy() for x in strange)))
-    with program.load("cpu") as loaded, pytest.raises(headrace.DeviceError, match=r"of cpu .*, got memory of sim:1"):
+    with (
+        program.load("cpu") as loaded,
+        pytest.raises(headrace.DeviceError, match=r"of cpu .*, got memory of sim:1"),
+    ):
         loaded["forward"](*strange)
 
 
@@ -130,7 +135,9 @@ def test_a_dropped_buffer_s_memory_is_used_again_only_after_its_work(sims: Devic
             kept = []
             streams = [device.stream() for _ in range(3)]
             for k in range(24):
-                (out,) = loaded["forward"](*(device.to_device(x) for x in program.inputs(k)), stream=streams[k % 3])
+                (out,) = loaded["forward"](
+                    *(device.to_device(x) for x in program.inputs(k)), stream=streams[k % 3]
+                )
                 if k % 4 == 0:
                     kept.append((k, out))
                 del out

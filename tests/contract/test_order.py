@@ -47,7 +47,9 @@ def test_a_stream_of_nobody_s_choice_is_the_per_thread_one(
             gate: list[int] = []
             # The legacy stream would wait for this one.
             blocked.call(lambda gate=gate: gate.append(1))
-            in_threads(2, lambda k, loaded=loaded: program.right(loaded["forward"](*program.inputs())) or 1 / 0)
+            in_threads(
+                2, lambda k, loaded=loaded: program.right(loaded["forward"](*program.inputs())) or 1 / 0
+            )
             if sims.late:
                 assert gate == []
             blocked.synchronize()
@@ -78,7 +80,9 @@ def test_calls_of_one_method_are_in_order_whatever_threads_they_come_from(sims: 
             inputs = [[device.to_device(x) for x in program.inputs(k)] for k in range(len(program.calls))]
             one = device.stream()
 
-            def work(k: int, device: Any = device, loaded: Any = loaded, inputs: Any = inputs, one: Any = one) -> None:
+            def work(
+                k: int, device: Any = device, loaded: Any = loaded, inputs: Any = inputs, one: Any = one
+            ) -> None:
                 own = device.stream()
                 for i in range(2):
                     for stream in (own, None, one):
@@ -186,7 +190,11 @@ def test_two_programs_on_one_thread_run_one_after_the_other(sims: Devices) -> No
     """OR3: one selection for both; the second reads what the first wrote."""
     program = golden("chain10")
     for device in sims:
-        with program.load(device) as one, program.load(device) as two, headrace.caller_stream(device.stream()):
+        with (
+            program.load(device) as one,
+            program.load(device) as two,
+            headrace.caller_stream(device.stream()),
+        ):
             x = device.to_device(program.inputs()[0])
             out = device.empty(x.shape)
             one["forward"](x, out=[out])
@@ -205,6 +213,8 @@ def test_no_program_runs_without_its_device_s_lock_held_against_python(late: Any
 
         def work(k: int) -> None:
             for i in range(20):
-                assert program.right(loaded["forward"](*program.inputs(i), stream=late.stream() if i % 2 else None), i)
+                assert program.right(
+                    loaded["forward"](*program.inputs(i), stream=late.stream() if i % 2 else None), i
+                )
 
         in_threads(6, work)

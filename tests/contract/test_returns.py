@@ -13,6 +13,7 @@ import headrace
 from . import delegates
 from .conftest import Devices, golden
 
+
 def placed(device: Any, inputs: tuple[Any, ...], resident: bool) -> list[Any]:
     return [device.to_device(x) if resident else x for x in inputs]
 
@@ -37,7 +38,9 @@ def test_a_call_waits_by_the_rule_and_no_other(name: str, how: str, given: str, 
                     results = method(*inputs, stream=stream if how == "argument" else None)
                 last = method.stats.last
                 assert last.synchronizations == (1 if waits else 0)
-                assert last.bytes_to_device == (sum(x.nbytes for x in program.inputs()) if given == "host" else 0)
+                assert last.bytes_to_device == (
+                    sum(x.nbytes for x in program.inputs()) if given == "host" else 0
+                )
                 assert last.bytes_to_host == 0
                 if waits:
                     assert device.pending <= pending or not sims.late
@@ -54,7 +57,9 @@ def test_host_outputs_are_there_when_the_call_returns(name: str, how: str, sims:
     for device in sims:
         with program.load(device) as loaded:
             for k in range(3):
-                results = loaded["forward"](*program.inputs(k), stream=device.stream() if how == "argument" else None)
+                results = loaded["forward"](
+                    *program.inputs(k), stream=device.stream() if how == "argument" else None
+                )
                 last = loaded["forward"].stats.last
                 assert (last.synchronizations, last.bytes_to_host) == (1, sum(r.nbytes for r in results))
                 assert program.right(results, k)
@@ -68,12 +73,20 @@ def test_a_call_on_a_late_device_leaves_its_work_pending(late: Any) -> None:
         stream, ran = late.stream(), []
         (out,) = loaded["forward"](*inputs, stream=stream)
         mark = stream.record()
-        before = late.calls("synchronize_event") + late.calls("synchronize_stream") + late.calls("synchronize_device")
+        before = (
+            late.calls("synchronize_event")
+            + late.calls("synchronize_stream")
+            + late.calls("synchronize_device")
+        )
         stream.call(lambda: ran.append(1))
         for _ in range(3):
             (out,) = loaded["forward"](*inputs, stream=stream)
         assert not mark.query() and not stream.query() and ran == [] and late.pending > 10
-        after = late.calls("synchronize_event") + late.calls("synchronize_stream") + late.calls("synchronize_device")
+        after = (
+            late.calls("synchronize_event")
+            + late.calls("synchronize_stream")
+            + late.calls("synchronize_device")
+        )
         assert before == after, "no wait of any kind"
         assert program.right([out]) and ran == [1]
 
@@ -145,7 +158,9 @@ def test_strict_refuses_to_stage(sims: Devices) -> None:
             for k in range(2):
                 mixed: list[Any] = list(inputs)
                 mixed[k] = program.inputs()[k]
-                with pytest.raises(headrace.InputError, match=f"forward, input {k}.*expected .* on cuda:0, got .* cpu"):
+                with pytest.raises(
+                    headrace.InputError, match=f"forward, input {k}.*expected .* on cuda:0, got .* cpu"
+                ):
                     loaded["forward"](*mixed, strict=True)
             assert device.calls("call") == calls
             assert program.right(loaded["forward"](*inputs, strict=True))

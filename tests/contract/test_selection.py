@@ -284,7 +284,11 @@ def test_a_stream_of_another_device_is_refused_before_anything_is_enqueued(sims:
                 yield lambda: loaded["forward"](*x, stream=strange)
                 yield lambda: loaded["forward"](*x, stream=AsMethod(strange.handle))
                 yield lambda: loaded["forward"](*x, stream=strange.handle)
-                for stream, of in ((strange, None), (AsMethod(strange.handle), None), (strange.handle, other)):
+                for stream, of in (
+                    (strange, None),
+                    (AsMethod(strange.handle), None),
+                    (strange.handle, other),
+                ):
 
                     def selected(stream: Any = stream, of: Any = of) -> None:
                         with headrace.caller_stream(stream, device=of):

@@ -71,9 +71,7 @@ def main(names: list[str]) -> None:
     assert {"TestA", "TestB"} <= {delegate.__name__ for delegate in DELEGATES}
     for name in names or PROGRAMS:
         module, calls, partitioners, config = PROGRAMS[name]
-        lowered = to_edge_transform_and_lower(
-            export(module, calls[0], strict=True), partitioner=partitioners
-        )
+        lowered = to_edge_transform_and_lower(export(module, calls[0], strict=True), partitioner=partitioners)
         program = lowered.to_executorch(ExecutorchBackendConfig(**config))
         (HERE / f"{name}.pte").write_bytes(program.buffer)
         record([("forward", module, calls)], HERE / f"{name}.npz")
