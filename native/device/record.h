@@ -48,6 +48,7 @@ enum class Kind : uint8_t {
   kBeginIsland,  // its touches are the island's inputs and outputs
   kEndIsland,
   kUnseen,  // `name` says what is out of the record's sight
+  kGone,    // its touch was memory of a device, and may be anything's from now on: the host's, on `sim`
 };
 
 // A stretch of memory. `value` is the method's value that lies there; -1: none.

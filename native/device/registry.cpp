@@ -1,10 +1,12 @@
 #include "device/registry.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
 #include <shared_mutex>
 
+#include "device/record.h"
 #include "headrace/device.h"
 
 namespace headrace {
@@ -90,8 +92,19 @@ void remember_ended(void* data, size_t nbytes, int32_t device_id) {
 }
 
 void forget_ended(void* data) {
-  std::unique_lock lock(registry().mutex);
-  registry().ended.erase(reinterpret_cast<uintptr_t>(data));
+  auto at = reinterpret_cast<uintptr_t>(data);
+  uintptr_t end = at;
+  {
+    std::unique_lock lock(registry().mutex);
+    // With its device ends also what was never freed.
+    for (const Ranges* ranges : {&registry().live, &registry().ended}) {
+      auto found = ranges->find(at);
+      if (found != ranges->end()) end = std::max(end, found->second.end);
+    }
+    registry().ended.erase(at);
+  }
+  if (end == at || !record::recording()) return;
+  (void)record::add(nullptr, record::Kind::kGone, 0, 0, {{record::touch(data, end - at, true)}});
 }
 
 void remember_device_name(int32_t id, const std::string& name) {

@@ -201,9 +201,16 @@ def test_legacy_stream_orders_blocking_streams_among_each_other(s: Script) -> No
 
 def test_legacy_stream_of_one_device_is_not_that_of_another(s: Script) -> None:
     s.streams[8] = Stream(8, 1, "sim:1", "cuda", 1, False, -1, 0)
-    s.write(3)
-    s.read(8)
+    s.write(8)
+    s.read(3)
     assert s.kinds() == ["read-write"]
+    s.write(8, 2000)
+    s.write(5, 5000)
+    s.read(3, 2000)
+    assert s.kinds() == ["read-write"] * 2
+    s.write(3, 3000)
+    s.read(8, 3000)
+    assert s.kinds() == ["read-write"] * 3
 
 
 # ------------------------------------------------------------------- the host
@@ -323,6 +330,45 @@ def test_use_behind_the_free_is_found_also_on_its_stream(s: Script, allocated: b
     assert s.kinds() == ["use after free"]
 
 
+def test_free_must_come_behind_a_writer_too(s: Script) -> None:
+    s.write(1, 1000, 64)
+    s.add(Kind.FREE, 2, Touch(1000, 64, True))
+    (conflict,) = s.check().conflicts
+    assert (conflict.kind, conflict.first.verb) == ("use after free", "writes")
+
+
+@pytest.mark.parametrize("allocated", [True, False], ids=["in the record", "before it"])
+def test_addresses_that_are_gone_may_be_the_hosts(s: Script, allocated: bool) -> None:
+    """A simulated device's memory is the host's: once it is given back, NumPy may have it."""
+    if allocated:
+        s.add(Kind.ALLOCATE, 1, Touch(1000, 64, True))
+    s.write(1, 1000, 64)
+    if allocated:
+        s.add(Kind.FREE, 1, Touch(1000, 64, True))
+    s.add(Kind.GONE, 0, Touch(1000, 64, True))
+    s.touch(True)
+    s.read(2)
+    assert s.kinds() == []
+    s.touch(True)
+    assert s.kinds() == ["host touch before the wait"]
+
+
+def test_cut_ranges_keep_their_readers(s: Script) -> None:
+    s.read(1, 1000, 64)
+    s.read(2, 1032, 8)
+    s.write(2, 1032, 8)
+    (conflict,) = s.check().conflicts
+    assert (conflict.address, conflict.nbytes, conflict.times) == (1032, 8, 1)
+
+
+def test_one_pair_of_operations_counts_once_however_the_range_is_cut(s: Script) -> None:
+    for at in range(1000, 1064, 8):
+        s.read(2, at, 8)
+    s.write(1, 1000, 64)
+    (conflict,) = s.check().conflicts
+    assert conflict.times == 1
+
+
 def test_memory_is_used_behind_its_allocation(s: Script) -> None:
     s.add(Kind.ALLOCATE, 1, Touch(1000, 16, True))
     s.write(2)
@@ -367,6 +413,14 @@ def test_declarations_are_finer_than_the_island(s: Script) -> None:
     s.read(2, 2000)
     s.read(2, 3000)
     assert [c.address for c in s.check().conflicts] == [3000]
+
+
+def test_declaring_a_read_does_not_declare_the_write(s: Script) -> None:
+    island(s, 1, 1, Touch(1000, 16, False), Touch(2000, 16, True))
+    s.read(1, 2000)
+    end(s, 1)
+    s.read(2, 2000)
+    assert s.kinds() == ["read-write"]
 
 
 def test_silent_work_on_another_stream_counts_as_the_islands(s: Script) -> None:

@@ -134,6 +134,9 @@ class _Check:
                 if point is not None and touches:
                     self.memory.allocate(Use(entry, point, touches[0]))
                 continue
+            if entry.kind == Kind.GONE:
+                self.memory.gone(*entry.touches)
+                continue
             if entry.kind == Kind.FREE:
                 if point is not None and touches:
                     self._free(Use(entry, point, touches[0]))

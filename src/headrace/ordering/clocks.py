@@ -128,7 +128,7 @@ class Clocks:
             kind = entry.kind
             if kind in _ON_STREAM:
                 yield from self._enqueue(entry)
-            elif kind == Kind.TOUCH:
+            elif kind in (Kind.TOUCH, Kind.GONE):
                 yield entry, None
             elif kind == Kind.DONE:
                 self._hear(self._waits.pop(entry.object, []))

@@ -105,6 +105,15 @@ class Memory:
         self._lifetimes[at].ended = use
         return self._lifetimes[at]
 
+    def gone(self, touch: Touch) -> None:
+        """The addresses belong to no device any more. On a simulated one the host may get them next."""
+        begin, end = touch.address, touch.address + touch.nbytes
+        first, last = bisect.bisect_left(self._bases, begin), bisect.bisect_left(self._bases, end)
+        del self._bases[first:last], self._lifetimes[first:last]
+        for cell in self._rest.range(begin, end):
+            cell.writer = None
+            cell.readers.clear()
+
     def pieces(self, touch: Touch) -> Iterator[tuple[Lifetime, int, int]]:
         """The lifetimes that a range lies in, with the bytes of it that do."""
         begin, end = touch.address, touch.address + touch.nbytes

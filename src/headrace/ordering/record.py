@@ -37,6 +37,7 @@ class Kind(enum.IntEnum):
     BEGIN_ISLAND = 21
     END_ISLAND = 22
     UNSEEN = 23
+    GONE = 24
 
 
 class Touch(NamedTuple):
