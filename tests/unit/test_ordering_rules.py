@@ -438,6 +438,16 @@ def test_labels_name_the_buffer(s: Script) -> None:
     assert s.check().conflicts[0].buffer.startswith("x of forward (16 bytes at 0x3e8")
 
 
+def test_what_a_delegate_says_itself_counts_under_the_names_of_the_plan(s: Script) -> None:
+    """The plan knows bounds and names, the delegate what came."""
+    island(s, 1, 1, Touch(1000, 64, True, 0))
+    s.add(Kind.BEGIN_ISLAND, 1, Touch(1000, 16, True))
+    end(s, 1)
+    s.read(2, 1000, 64)
+    (conflict,) = s.check().conflicts
+    assert conflict.nbytes == 16 and conflict.buffer.startswith("x of forward (")
+
+
 # -------------------------------------------------------------------- captures
 
 

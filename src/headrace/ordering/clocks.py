@@ -236,7 +236,6 @@ class Clocks:
         if former is not None:
             lane.join(former)
         begin = self._next(lane)
-        lane.count += 1
         if capture is None:
             what = "nodes of a graph that was captured before the record began"
             if what not in self.unseen:
@@ -244,8 +243,8 @@ class Clocks:
         else:
             self._launches += 1
             for node, inner in capture.nodes:
-                yield node, Point(lane.stream.number, lane.count, begin.clock, self._launches, inner)
-        self._execs[entry.object] = (capture, lane.last)
+                yield node, Point(begin.stream, begin.index, begin.clock, self._launches, inner)
+        self._execs[entry.object] = (capture, begin)
 
     # ---- the host
 
