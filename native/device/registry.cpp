@@ -17,6 +17,7 @@ struct Range {
   uintptr_t end;
   Device* device;  // null: the allocation has ended
   int32_t device_id;
+  Backend backend;
 };
 
 using Ranges = std::map<uintptr_t, Range>;
@@ -50,7 +51,8 @@ const Ranges::value_type* find(const Ranges& ranges, const void* address) {
 
 void remember_allocation(void* data, size_t nbytes, Device* device) {
   std::unique_lock lock(registry().mutex);
-  registry().live[reinterpret_cast<uintptr_t>(data)] = {end_of(data, nbytes), device, device->id()};
+  registry().live[reinterpret_cast<uintptr_t>(data)] = {end_of(data, nbytes), device, device->id(),
+                                                        device->backend()};
 }
 
 std::optional<size_t> forget_allocation(void* data, Device* device) {
@@ -82,13 +84,18 @@ std::optional<Owner> owner_of(const void* address) {
   if (!range) return std::nullopt;
   int32_t id = range->second.device_id;
   auto name = registry().names.find(id);
-  return Owner{id, name == registry().names.end() ? "" : name->second, reinterpret_cast<void*>(range->first),
-               range->second.end - range->first, ended};
+  return Owner{id,
+               range->second.backend,
+               name == registry().names.end() ? "" : name->second,
+               reinterpret_cast<void*>(range->first),
+               range->second.end - range->first,
+               ended};
 }
 
 void remember_ended(void* data, size_t nbytes, int32_t device_id) {
   std::unique_lock lock(registry().mutex);
-  registry().ended[reinterpret_cast<uintptr_t>(data)] = {end_of(data, nbytes), nullptr, device_id};
+  registry().ended[reinterpret_cast<uintptr_t>(data)] = {end_of(data, nbytes), nullptr, device_id,
+                                                         Backend::kSim};
 }
 
 void forget_ended(void* data) {

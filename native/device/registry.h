@@ -7,9 +7,9 @@
 #include <optional>
 #include <string>
 
-namespace headrace {
+#include "headrace/device.h"
 
-class Device;
+namespace headrace {
 
 void remember_allocation(void* data, size_t nbytes, Device* device);
 // Forgets the allocation that begins at `data` if it is the device's; its size.
@@ -18,6 +18,7 @@ void forget_device(Device* device);
 
 struct Owner {
   int32_t device_id;
+  Backend backend;
   std::string device_name;
   void* base;
   size_t nbytes;
@@ -27,6 +28,7 @@ struct Owner {
 // the memory from being used again.
 std::optional<Owner> owner_of(const void* address);
 
+// Of a simulated device.
 void remember_ended(void* data, size_t nbytes, int32_t device_id);
 void forget_ended(void* data);
 

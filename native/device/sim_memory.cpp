@@ -120,7 +120,8 @@ Result<BlockRef> Memory::check(const char* operation, const void* data, size_t n
                      "check the size (CUDA: CUDA_ERROR_INVALID_VALUE)");
     return *block;
   }
-  if (auto owner = owner_of(data)) {
+  // Memory of the cpu device is the host's.
+  if (auto owner = owner_of(data); owner && owner->backend != Backend::kCpu) {
     if (owner->ended) return ended(operation, data, owner->device_name);
     return refusal(ErrorCode::kDevice, device_, operation, "memory of " + device_ + ", or of the host",
                    hex(data) + ", memory of " + owner->device_name,

@@ -46,7 +46,7 @@ def make(target: Path, *arguments: object) -> Path:
 
 
 def build(sanitizer: str) -> Path:
-    flags = ["-std=c++20", *compiler.STRICT, "-O1", "-g", "-fno-omit-frame-pointer"]
+    flags = ["-std=c++20", *compiler.STRICT, "-O1", "-g1", "-fno-omit-frame-pointer"]
     flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     BUILD.mkdir(parents=True, exist_ok=True)
 

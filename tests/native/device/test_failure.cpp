@@ -349,7 +349,7 @@ TEST(a_long_chain_of_skipped_work_is_no_deep_recursion) {
     late.schedule = SimOptions::Schedule::kLate;
     auto device = make_sim_device(late);
     CHECK_OK(device->call(0, fails("boom"), {}));
-    for (int i = 0; i < 100000; ++i) {
+    for (int i = 0; i < 300000; ++i) {
       if (!device->fill(nullptr, 0, 0, 0).ok()) CHECK(false);
     }
     if (wait) CHECK_REFUSED(device->synchronize(), kDelegate, "boom");

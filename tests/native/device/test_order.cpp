@@ -387,6 +387,21 @@ TEST(a_delay_holds_work_back_until_a_wait_demands_it) {
   CHECK_REFUSED(device->delay("copy", -1), kInput, "-1");
 }
 
+TEST(one_wait_lets_go_of_all_that_is_held_back_before_it) {
+  for (const auto& options : check::schedules(10)) {
+    check::Note note(check::name_of(options));
+    auto device = make_sim_device(options);
+    Log log;
+    CHECK_OK(device->delay("call", 0));
+    CHECK_OK(device->delay("call", 1));
+    CHECK_OK(device->call(0, log.entry(1), {}));
+    CHECK_OK(device->call(0, log.entry(2), {}));
+    CHECK(log.ran.empty());
+    CHECK_OK(device->synchronize(StreamHandle{0}));
+    CHECK(log.ran == (std::vector<int>{1, 2}));
+  }
+}
+
 TEST(a_seed_means_one_order) {
   auto run = [](uint64_t seed) {
     SimOptions options;
