@@ -64,7 +64,6 @@ BAD_INPUTS: dict[str, tuple[Any, str]] = {
     "huge int": (2**70, "expected an int of 64 bits, got a larger one"),
     "list": ([1.0], "got list; convert it with numpy.asarray"),
     "object": (object(), "got object; convert it with numpy.asarray"),
-    "other device": (OfAnotherDevice(), "got OfAnotherDevice"),
     "DLPack that raises": (Raises(), "got RuntimeError: the owner says no"),
     "DLPack without a capsule": (GivesNoCapsule(), "expected a capsule 'dltensor' from __dlpack__, got int"),
     "array interface that is broken": (GivesNoMemory(), "got TypeError: "),
@@ -83,6 +82,15 @@ def test_a_bad_input_is_refused_by_name(add: headrace.Method, case: str) -> None
     assert add.stats.calls == 0
     (y,) = add(ONE, ONE)
     assert y == 2.0
+
+
+def test_an_input_in_memory_of_a_gpu_is_refused_by_name(add: headrace.Method) -> None:
+    """OP5, OP4: by its class too, before its address is read."""
+    with pytest.raises(
+        headrace.DeviceError, match=r"^forward, input 1: expected memory of cpu .*, got memory of a GPU"
+    ):
+        add(ONE, OfAnotherDevice())
+    assert add(ONE, ONE)[0] == 2.0
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
