@@ -17,8 +17,6 @@ other's result, so that an exchange, an omission or a start before the input is 
 
 ``to_host``: as ``two_islands``, with inputs in memory of the caller's on ``cuda:0``; the output comes to the host.
 
-``read_late``: two outputs that stay on ``cuda:0``, the first of them made before an input is read.
-
 ``two_on_cuda1``: as ``two_islands``, planned for ``cuda:1``.
 """
 
@@ -51,12 +49,6 @@ class TwoIslands(torch.nn.Module):
 class HostFirst(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x + 0.5)
-
-
-class ReadLate(torch.nn.Module):
-    def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        product = torch.mm(y, z)
-        return product, torch.relu(product + x)
 
 
 def two(device: str) -> list[GraphPartitioner]:
@@ -92,7 +84,6 @@ PROGRAMS: dict[str, tuple[torch.nn.Module, list[tuple[Any, ...]], list[Any], dic
             "memory_planning_pass": MemoryPlanningPass(alloc_graph_input=False),
         },
     ),
-    "read_late": (ReadLate(), several((4, 4), (4, 4), (4, 4)), two("cuda:0"), resident()),
     "fork": (Fork(), several((2, 3), (2, 3), seeds=3), fork(), {}),
     **{
         f"chain{n}": (Chain(n, 4), several((1, 4), seeds=2), alternating("cuda:0")(), resident())
