@@ -53,7 +53,7 @@ audit-public: .venv-dev/ready ## audit the public wheels of docs/audit.md; downl
 	$(DEV) -m tests.audit.public_wheels build/public-wheels --check
 
 test-cuda: .venv-dev/ready ## the tests that need a GPU; skipping one is a failure
-	$(DEV) -m pytest -m cuda tests
+	HEADRACE_REQUIRE_CUDA=1 $(DEV) -m pytest -m cuda tests
 
 # What a user gets: the package and what it declares, nothing else.
 .venv/ready: $(NATIVE)

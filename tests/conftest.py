@@ -15,6 +15,33 @@ import headrace
 from tests import programs
 
 
+def missing_gpu() -> str:
+    """Why the tests marked ``cuda`` cannot run here; empty where they can."""
+    try:
+        headrace.device("cuda:0")
+    except headrace.DeviceError as error:
+        return str(error)
+    from tests.cuda import kernels
+
+    missing = [n for n in ("cupy", "torch", "core") if getattr(kernels, n) is None]
+    return (
+        f"expected CuPy, PyTorch and cuda.core, whose kernels and arrays the tests use, got no {missing}"
+        if missing
+        else ""
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The one place that skips for want of a GPU. With HEADRACE_REQUIRE_CUDA set it fails instead."""
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    why = missing_gpu() if marked else ""
+    if why and os.environ.get("HEADRACE_REQUIRE_CUDA"):
+        raise pytest.UsageError(f"tests marked cuda: {why}")
+    for item in marked:
+        if why:
+            item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU: {why}"))
+
+
 def array_of(value: programs.Value) -> object:
     """A recorded argument as a caller would pass it: bfloat16 as an ml_dtypes array."""
     if value.dtype == "bfloat16":

@@ -1,6 +1,6 @@
 // NVIDIA's driver, opened at run time: types, numbers and entry points of the CUDA driver API as far as they
 // are used here, declared by hand so that no toolkit is needed to build. Everything is as in cuda.h of CUDA
-// 13.0, for 64-bit; tests/native/test_driver_declarations.cpp compares where that header is at hand.
+// 13.0, for 64-bit; tests/native/cuda/test_driver_declarations.cpp compares where that header is at hand.
 //
 // Entry points are looked up by the name that the library exports, its version suffix included: that name's
 // signature never changes. None is a per-thread variant (_ptsz): streams are always named by a handle.

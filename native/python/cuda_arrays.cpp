@@ -13,18 +13,19 @@ namespace {
   raise(Status(ErrorCode::kInput, message + ": " + what));
 }
 
-[[noreturn]] void elsewhere(const std::string& message, const Reader& reader, const std::string& where) {
-  Status status(
-      ErrorCode::kDevice,
-      message + ": expected " +
-          (reader.device ? "memory of " + reader.device->name() + " or of the host" : "memory of the host") +
-          ", got memory of " + where + "; copy it first");
-  status.device = where;
-  raise(status);
-}
-
 bool reads_cuda(const Reader& reader) {
   return reader.device != nullptr && reader.device->backend() == Backend::kCuda;
+}
+
+// Another GPU is a matter of devices; where the program has none, the argument is wrong.
+[[noreturn]] void elsewhere(const std::string& message, const Reader& reader, const std::string& where) {
+  std::string expected = "memory of the host";
+  if (reader.device != nullptr && reader.device->backend() != Backend::kCpu)
+    expected = "memory of " + reader.device->name() + " or of the host";
+  Status status(reads_cuda(reader) ? ErrorCode::kDevice : ErrorCode::kInput,
+                message + ": expected " + expected + ", got memory of " + where + "; copy it first");
+  status.device = where;
+  raise(status);
 }
 
 // Puts the reader's stream behind what is on `stream` now.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 import headrace
 from headrace.doctor import diagnose
@@ -61,11 +62,7 @@ class Launched(headrace.Delegate):
         for buffer in (*inputs, *outputs):  # lent memory goes out to libraries too
             assert buffer.__dlpack_device__() == (2, 0)
             assert buffer.__cuda_array_interface__["stream"] == stream.handle
-        try:
-            stream.call(lambda: None)
-            raise AssertionError
-        except headrace.NotSupported as error:
-            assert "cuda:0" in str(error) and "CuPy" in str(error)
+        refused(headrace.NotSupported, "cuda:0|CuPy", lambda: stream.call(lambda: None))
 
         def work() -> None:
             for target, value in zip(views[1], self.compute(views[0]), strict=True):
@@ -83,10 +80,10 @@ class TestB(Launched, name="TestB"):
 
 
 class Foreign:
-    """Another library's array, by DLPack."""
+    """Another library's array, by DLPack: its own stream is `stream`, and it makes the consumer's wait for that."""
 
-    def __init__(self, buffer: Any, per_thread: bool = True, ordinal: int = 0) -> None:
-        self.buffer, self.per_thread, self.ordinal = buffer, per_thread, ordinal
+    def __init__(self, buffer: Any, stream: Any, per_thread: bool = True, ordinal: int = 0) -> None:
+        self.buffer, self.stream, self.per_thread, self.ordinal = buffer, stream, per_thread, ordinal
         self.asked: list[int] = []
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -96,7 +93,8 @@ class Foreign:
         self.asked.append(stream)
         if stream == 2 and not self.per_thread:
             raise BufferError("per-thread default stream is not supported")
-        return self.buffer.__dlpack__(stream=stream)
+        core.stream_on(self.buffer.device, stream).wait(self.stream.record())
+        return self.buffer.__dlpack__(stream=-1)
 
 
 class Faced:
@@ -116,160 +114,159 @@ def late(gpu: Any, value: np.ndarray[Any, Any], stream: Any) -> Any:
 
 
 def refused(kind: type[Exception], words: str, call: Callable[[], object]) -> None:
-    try:
+    with pytest.raises(kind) as caught:
         call()
-    except kind as error:
-        for word in words.split("|"):
-            assert word in str(error), f"{word!r} is not in {error}"
-    else:
-        raise AssertionError(f"expected {kind.__name__}")
+    for word in words.split("|"):
+        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
 
 
-def main() -> None:
+ROOT = programs.Path(committed).parent
+TWO = ROOT / "two_islands.pte"
+
+
+def check(result: Any, want: Any) -> None:
+    got = result.numpy() if isinstance(result, headrace.Buffer) else result
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def looking_makes_no_context() -> None:
     found = diagnose().cuda
     assert found.driver == "13.0" and found.missing == "" and found.partitions == ""
     assert [g.device for g in found.gpus] == ["cuda:0", "cuda:1"] and found.gpus[0].capability == "9.0"
-    assert driver.fake_calls(b"cuDevicePrimaryCtxRetain") == 0, "looking makes no context"
-    gpu = headrace.device("cuda:0")
-    path = programs.Path(committed).parent / "two_islands.pte"
-    calls = programs.read_calls(path.with_suffix(".npz"))
-    program = headrace.load(path)
-    assert program.device is gpu
-    method = program["forward"]
-    arrays = [([v.data for v in c.inputs], c.outputs[0].data) for c in calls]
+    assert driver.fake_calls(b"cuDevicePrimaryCtxRetain") == 0
 
-    def check(result: Any, want: Any) -> None:
-        got = result.numpy() if isinstance(result, headrace.Buffer) else result
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
-    other, stream = gpu.stream(), gpu.stream()
-    streams = [stream, gpu.stream(blocking=True), gpu.legacy_stream(), gpu.per_thread_stream(), gpu.stream(-1)]
-    lane = gpu.partition(sms=8)
-    streams.append(lane.stream())
-    for inputs, want in arrays:
+def every_stream_and_every_array(gpu: Any, method: Any, calls: Any) -> None:
+    """Host arrays, Buffers and other libraries' arrays, the latter written late on another stream."""
+    other, lane = gpu.stream(), gpu.partition(sms=8)
+    streams = [gpu.stream(), gpu.stream(blocking=True), gpu.legacy_stream(), gpu.per_thread_stream()]
+    streams += [gpu.stream(-1), lane.stream()]
+    assert len({s.handle for s in streams}) == len(streams)
+    for inputs, want in calls:
         check(method(*inputs)[0], want)
-        for chosen in streams:
-            check(method(*inputs, stream=chosen)[0], want)
-            check(method(*[gpu.to_device(x) for x in inputs], stream=chosen)[0], want)
-            # Written late on another stream: the handshake orders it.
-            foreign = [Foreign(b) for b in ready(gpu, inputs, other)]
-            check(method(*foreign, stream=chosen)[0], want)
-            assert {s for f in foreign for s in f.asked} == {chosen.handle}
+        for stream in streams:
+            check(method(*inputs, stream=stream)[0], want)
+            check(method(*[gpu.to_device(x) for x in inputs], stream=stream)[0], want)
+            foreign = [Foreign(late(gpu, x, other), other) for x in inputs]
+            check(method(*foreign, stream=stream)[0], want)
+            assert {s for f in foreign for s in f.asked} == {stream.handle}
             faced = [Faced(late(gpu, x, other), stream=other.handle) for x in inputs]
-            check(method(*faced, stream=chosen)[0], want)
-    (inputs, want), handles = arrays[0], [s.handle for s in streams]
-    assert len(set(handles)) == len(handles)
-
+            check(method(*faced, stream=stream)[0], want)
     # Nothing selected: the thread's own stream, which not every library knows.
+    inputs, want = calls[0]
     for per_thread in (True, False):
-        foreign = [Foreign(b, per_thread) for b in ready(gpu, inputs, other)]
+        foreign = [Foreign(late(gpu, x, other), other, per_thread) for x in inputs]
         check(method(*foreign)[0], want)
         assert foreign[0].asked == ([2] if per_thread else [2, 1])
 
-    # Refused before anything is enqueued, and what is another GPU's is told.
-    buffers = [gpu.to_device(x) for x in inputs]
-    refused(headrace.DeviceError, "cuda:1|cuda:0|copy it first", lambda: method(Foreign(buffers[0], ordinal=1), buffers[1]))
-    refused(headrace.InputError, "version 3", lambda: method(Faced(buffers[0], version=2), buffers[1]))
-    refused(headrace.InputError, "forbids 0", lambda: method(Faced(buffers[0], stream=0), buffers[1]))
-    refused(headrace.InputError, "dtype", lambda: method(Faced(buffers[0], typestr="<f8", strides=None, shape=(1, 1)), buffers[1]))
-    refused(
-        headrace.InputError,
-        "leaves",
-        lambda: method(Faced(buffers[0], shape=(4, 4000), strides=None), buffers[1]),
-    )
+
+def refusals(gpu: Any, method: Any, inputs: Any) -> None:
+    """Before anything is enqueued; memory and streams of another GPU are told."""
+    x, y = buffers = [gpu.to_device(value) for value in inputs]
     host = np.zeros((4, 8), "f4")
-    refused(
-        headrace.InputError,
-        "does not",
-        lambda: method(Faced(buffers[0], data=(host.ctypes.data, False)), buffers[1]),
-    )
     elsewhere = driver.fake_memory(4096, 1, 0, 0)
-    refused(headrace.DeviceError, "cuda:1", lambda: method(Faced(buffers[0], data=(elsewhere, False)), buffers[1]))
-    refused(headrace.InputError, "no stream", lambda: method(*buffers, stream=0xDEAD))
-    refused(headrace.InputError, "read-only", lambda: method(*buffers, out=[Faced(buffers[0], data=(buffers[0].address, True))]))
     sim = headrace.device("sim")
-    refused(headrace.DeviceError, "sim:0|cuda:0", lambda: method(*buffers, stream=sim.stream()))
-    refused(headrace.DeviceError, "cuda:0", lambda: sim.to_device(Foreign(buffers[0])))
-    with headrace.load(path, device="sim") as pretended:
-        refused(headrace.DeviceError, "memory of sim:0", lambda: pretended["forward"](*[Foreign(b) for b in buffers]))
     closed = gpu.stream()
     handle = closed.handle
     closed.close()
-    refused(headrace.InputError, "destroyed", lambda: method(*buffers, stream=handle))
+    none = gpu.stream()
+    launches = driver.fake_calls(b"cuLaunchHostFunc")
+    own, device = headrace.InputError, headrace.DeviceError
+    refused(device, "cuda:1|cuda:0|copy it first", lambda: method(Foreign(x, none, ordinal=1), y))
+    refused(own, "version 3", lambda: method(Faced(x, version=2), y))
+    refused(own, "forbids 0", lambda: method(Faced(x, stream=0), y))
+    refused(own, "dtype", lambda: method(Faced(x, typestr="<f8", strides=None, shape=(1, 1)), y))
+    refused(own, "leaves", lambda: method(Faced(x, shape=(4, 4000), strides=None), y))
+    refused(own, "does not", lambda: method(Faced(x, data=(host.ctypes.data, False)), y))
+    refused(device, "cuda:1", lambda: method(Faced(x, data=(elsewhere, False)), y))
+    refused(own, "no stream", lambda: method(x, y, stream=0xDEAD))
+    refused(own, "destroyed", lambda: method(x, y, stream=handle))
+    refused(own, "closed", lambda: method(x, y, stream=closed))
+    refused(own, "read-only", lambda: method(x, y, out=[Faced(x, data=(x.address, True))]))
+    refused(device, "sim:0|cuda:0", lambda: method(x, y, stream=sim.stream()))
+    refused(own, "expected", lambda: sim.to_device(Foreign(x, none)))
+    refused(own, "forbids 0", lambda: x.__dlpack__(stream=0))
+    with headrace.load(TWO, device="sim") as pretended:
+        refused(own, "input 0: expected", lambda: pretended["forward"](*[Foreign(b, none) for b in buffers]))
+    assert driver.fake_calls(b"cuLaunchHostFunc") == launches
 
-    # Copies between GPUs' arrays; what is copied stays until the copy is done.
-    source = late(gpu, inputs[0], other)
-    copied = gpu.to_device(Foreign_after(source, other), stream=stream)
+
+def copies(gpu: Any, value: Any) -> None:
+    """From other libraries' arrays: in order, and kept until the copy is done; and out to others."""
+    other, stream = gpu.stream(), gpu.stream()
+    source = late(gpu, value, other)
+    copied = gpu.to_device(Foreign(source, other), stream=stream)
     del source
     gc.collect()
-    np.testing.assert_array_equal(copied.numpy(), inputs[0])
-    # Out to others: an array that is being written, read behind its event.
-    target = memory_of(copied)
-    np.testing.assert_array_equal(target, inputs[0])
+    np.testing.assert_array_equal(copied.numpy(), value)
     face = copied.__cuda_array_interface__
-    assert face["version"] == 3 and face["shape"] == (4, 8) and face["typestr"] == "<f4" and face["stream"] == 2
-    assert not hasattr(headrace.Buffer.from_float32(inputs[0]), "__cuda_array_interface__")
-    refused(headrace.InputError, "forbids 0", lambda: copied.__dlpack__(stream=0))
+    assert (face["version"], face["shape"], face["typestr"], face["stream"]) == (3, value.shape, "<f4", 2)
+    assert not hasattr(headrace.Buffer.from_float32(value), "__cuda_array_interface__")
 
-    # The stream that others selected, and a selection that this thread made.
+
+def selections(gpu: Any, method: Any, inputs: Any, want: Any) -> None:
+    stream = gpu.stream()
+
     class Theirs:
         def __cuda_stream__(self) -> tuple[int, int]:
             return 0, stream.handle
 
+    buffers = [gpu.to_device(x) for x in inputs]
     with headrace.caller_stream(Theirs()):
         check(method(*buffers)[0], want)
     with headrace.caller_stream(stream.handle, gpu):
         assert headrace.current_stream().handle == stream.handle
 
-    # A steady call on device memory: no driver allocation, no wait, nothing staged.
-    resident = [gpu.to_device(x) for x in inputs]
-    for _ in range(4):
-        result = method(*resident, stream=stream)[0]
-        del result
-    last = method.stats.last
-    assert (last.driver_allocations, last.driver_frees) == (0, 0), last
-    gpu.synchronize()
 
-    # Drop everything in the wrong order, with work in flight.
-    result = method(*resident, stream=stream)[0]
+def a_steady_call(gpu: Any, method: Any, inputs: Any) -> None:
+    """Two arguments are staged by the plan of this program; memory is allocated for neither."""
+    stream = gpu.stream()
+    for _ in range(4):
+        method(*inputs, stream=stream)
+    last = method.stats.last
+    assert (last.driver_allocations, last.driver_frees, last.synchronizations) == (0, 0, 1), last
+    assert last.bytes_to_device == sum(x.nbytes for x in inputs), last
+
+
+def dropped_in_the_wrong_order(gpu: Any, inputs: Any, want: Any) -> Any:
+    program = headrace.load(TWO)
+    lane = gpu.partition(sms=8)
+    stream = lane.stream()
+    arrays = [gpu.to_device(x) for x in inputs]
+    result = program["forward"](*arrays, stream=stream)[0]
     lane.close()
-    del lane, streams, stream, other, foreign, faced, resident, buffers, chosen
+    del lane, stream, arrays
     program.close()
-    del method, program
+    del program
     check(result, want)
-    del result, copied, target, face
+
+
+def main() -> None:
+    looking_makes_no_context()
+    gpu = headrace.device("cuda:0")
+    calls = [
+        ([v.data for v in c.inputs], c.outputs[0].data) for c in programs.read_calls(TWO.with_suffix(".npz"))
+    ]
+    with headrace.load(TWO) as program:
+        assert program.device is gpu
+        method = program["forward"]
+        every_stream_and_every_array(gpu, method, calls)
+        refusals(gpu, method, calls[0][0])
+        copies(gpu, calls[0][0][0])
+        selections(gpu, method, *calls[0])
+        a_steady_call(gpu, method, calls[0][0])
+    dropped_in_the_wrong_order(gpu, *calls[0])
+    del method, program
     gc.collect()
     gpu.trim()
     gpu.synchronize()
     assert gpu.memory()["current_nbytes"] == 0, gpu.memory()
-    del gpu
-    gc.collect()
     driver.fake_run_all()
-    headrace.device("cuda:0").synchronize()
+    gpu.synchronize()
     left = driver.fake_left().decode()
+    # The streams of the device's object go with it; everything else is gone.
     assert left == "", left
     print("done")
-
-
-def ready(gpu: Any, inputs: Any, stream: Any) -> list[Any]:
-    """Buffers whose writer is late on `stream`, and known to the buffer: as an array of a library that tracks it."""
-    pinned = [late(gpu, x, stream) for x in inputs]
-    return [Foreign_after(b, stream) for b in pinned]
-
-
-class Foreign_after:
-    """A producer whose own stream is `stream`: makes the consumer wait for it, as libraries do."""
-
-    def __init__(self, buffer: Any, stream: Any) -> None:
-        self.buffer, self.stream = buffer, stream
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 2, 0
-
-    def __dlpack__(self, *, stream: int) -> Any:
-        event = self.stream.record()
-        core.stream_on(self.buffer.device, stream).wait(event)
-        return self.buffer.__dlpack__(stream=-1)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <thread>
 
-#include "../check.h"
+#include "../device/check.h"
 #include "device/driver.h"
 #include "headrace/block.h"
 

@@ -1,0 +1,140 @@
+"""Work for a GPU, by CuPy: a kernel that takes its time, one that says where it ran, and delegates for the programs
+of tests/programs/committed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import headrace
+from tests.programs import graph
+
+__all__ = ["Launched", "OwnStream", "array", "core", "cupy", "install", "on", "slow", "sms_seen", "torch"]
+
+
+def _imported(name: str) -> Any:
+    """The module, or None where it is missing: whether that matters is asked in tests/conftest.py alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            return None
+
+
+cupy, torch, core = (_imported(name) for name in ("cupy", "torch", "cuda.core"))
+if core is not None and not hasattr(core, "Device"):  # its first releases
+    core = _imported("cuda.core.experimental")
+
+_SOURCE = r"""
+extern "C" __global__ void slow(long long ns) {
+  long long start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  do {
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (now - start < ns);
+}
+extern "C" __global__ void where(unsigned* seen, long long ns) {
+  unsigned sm;
+  asm volatile("mov.u32 %0, %smid;" : "=r"(sm));
+  if (threadIdx.x == 0) seen[blockIdx.x] = sm;
+  long long start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  do {
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (now - start < ns);
+}
+"""
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    return cupy.RawKernel(_SOURCE, name)
+
+
+def on(stream: Any) -> Any:
+    """CuPy's view on a stream, as a context manager."""
+    return cupy.cuda.ExternalStream(stream.handle)
+
+
+def slow(stream: Any, ms: float) -> None:
+    """Keep one SM busy: what comes behind it on `stream` waits, the host does not."""
+    with on(stream):
+        _kernel("slow")((1,), (1,), (np.int64(ms * 1e6),))
+
+
+def sms_seen(stream: Any, blocks: int = 2000, us: float = 20) -> set[int]:
+    """The SMs that the blocks of a kernel ran on. Waits."""
+    with on(stream):
+        seen = cupy.full(blocks, 0xFFFFFFFF, cupy.uint32)
+        _kernel("where")((blocks,), (1024,), (seen, np.int64(us * 1e3)))
+    stream.synchronize()
+    return set(cupy.asnumpy(seen).tolist())
+
+
+def array(buffer: Any) -> Any:
+    """The memory of a Buffer as CuPy's, with no order and no ownership: for the length of a call."""
+    memory = cupy.cuda.UnownedMemory(buffer.address, max(buffer.nbytes, 1), buffer, 0)
+    return cupy.ndarray(buffer.shape, buffer.dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+
+OPS: dict[str, Callable[..., Any]] = {
+    **{name: op for name, op in graph.OPS.items() if name not in ("relu", "sigmoid")},
+    "relu": lambda x: cupy.maximum(x, 0),
+    "sigmoid": lambda x: 1 / (1 + cupy.exp(-x)),
+}
+
+
+class Launched(headrace.Delegate):
+    """Computes the graph of its payload by CuPy, on the stream of the call and on no other."""
+
+    requires_device = True
+    delay_ms = 0.0  # of a kernel before its results are there
+    by_dlpack = False
+
+    def load(self, payload: bytes, context: Any) -> None:
+        self.graph = graph.decode(payload)
+        self.constants = {name: cupy.asarray(value) for name, value in self.graph["constants"].items()}
+        cupy.cuda.get_current_stream().synchronize()
+
+    def stream_for(self, stream: Any) -> Any:
+        return stream
+
+    def run(self, inputs: Any, outputs: Any, stream: Any) -> None:
+        with on(self.stream_for(stream)):
+            if self.delay_ms:
+                _kernel("slow")((1,), (1,), (np.int64(self.delay_ms * 1e6),))
+            view = cupy.from_dlpack if self.by_dlpack else array
+            values: dict[str, Any] = dict(self.constants)
+            values.update(zip(self.graph["inputs"], map(view, inputs), strict=True))
+            for op in self.graph["ops"]:
+                values[op["out"]] = OPS[op["op"]](
+                    *(values[a] if isinstance(a, str) else a for a in op["args"])
+                )
+            for name, buffer in zip(self.graph["outputs"], outputs, strict=True):
+                view(buffer)[...] = values[name]
+
+
+class OwnStream(Launched):
+    """The fault this project is about, put back on purpose: a stream of the delegate's own that nothing orders."""
+
+    def stream_for(self, stream: Any) -> Any:
+        if not hasattr(self, "own"):
+            self.own = stream.device.stream()
+        return self.own
+
+
+def install(way: type[Launched] = Launched, **attributes: Any) -> None:
+    """Put `way` behind the names TestA and TestB, for programs loaded from now on."""
+    for name in ("TestA", "TestB"):
+
+        class Named(way, name=name):  # type: ignore[misc, valid-type, call-arg]
+            pass
+
+        for attribute, value in attributes.items():
+            setattr(Named, attribute, value)

@@ -1,0 +1,188 @@
+"""The device cuda without a GPU: on a fake driver in host memory, and on machines whose driver lacks something.
+
+The fake is compiled as libcuda.so.1 and found by LD_LIBRARY_PATH, so what is tested is what a user's machine opens.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import run_python, succeeded
+from tests.native import compiler
+from tests.native.device import test_device as device_tests
+
+HERE = Path(__file__).parent
+NATIVE = compiler.ROOT / "native"
+BUILD = compiler.ROOT / "build/native-tests"
+
+
+@functools.cache
+def fake(*without: str) -> Path:
+    """The folder of a libcuda.so.1 that lacks what is named."""
+    sources = [HERE / "fake_driver.cpp", NATIVE / "device/driver.h"]
+    digest = hashlib.sha256(repr(without).encode() + b"".join(s.read_bytes() for s in sources)).hexdigest()[
+        :20
+    ]
+    folder = BUILD / f"fake-{digest}"
+    folder.mkdir(parents=True, exist_ok=True)
+    device_tests.make(
+        folder / "libcuda.so.1",
+        *(
+            "-std=c++20",
+            "-O1",
+            "-g",
+            "-shared",
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+        ),
+        *(f"-D{name}" for name in without),
+        *(f"-I{NATIVE}", f"-I{compiler.INCLUDE}", HERE / "fake_driver.cpp"),
+    )
+    return folder
+
+
+@functools.cache
+def binary() -> Path:
+    """The C++ tests, with AddressSanitizer; objects of the device are the other native tests' own."""
+    flags = ["-std=c++20", *compiler.STRICT, "-O1", "-g", "-fno-omit-frame-pointer"]
+    flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    sources = [
+        *sorted((NATIVE / "device").glob("*.cpp")),
+        device_tests.HERE / "main.cpp",
+        HERE / "test_cuda.cpp",
+    ]
+    objects = []
+    for source in sources:
+        digest = device_tests.digest(flags, source, *device_tests.HEADERS)
+        target = BUILD / f"{source.stem}-{digest}.o"
+        includes = (f"-I{NATIVE}", f"-I{compiler.INCLUDE}")
+        objects.append(device_tests.make(target, *flags, *includes, "-c", source))
+    target = BUILD / f"cuda-{device_tests.digest(flags, *objects)}"
+    return device_tests.make(target, *flags, *objects, "-pthread", "-ldl")
+
+
+def environment(folder: Path, **variables: str) -> dict[str, str]:
+    return {"LD_LIBRARY_PATH": str(folder), **variables}
+
+
+@pytest.mark.parametrize("without", [(), ("NO_NEWER",)], ids=["of CUDA 13.0", "of CUDA 12.4"])
+def test_the_device_keeps_the_rules(without: tuple[str, ...]) -> None:
+    """LT1, LT3, LT4, GR4, GR8, GC1, CS6, SY2, DM3, DM4: sentences in test_cuda.cpp; entry points that came later
+    are looked up and done without."""
+    # The fake makes some objects for the process, which are no leaks of ours: it counts those itself.
+    variables = environment(fake(*without), ASAN_OPTIONS="detect_leaks=0")
+    done = subprocess.run(
+        [str(binary())], capture_output=True, text=True, env={**os.environ, **variables}, timeout=600
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout[-6000:] + done.stderr[-6000:]
+    assert "26 tests" in done.stdout and " 0 failures" in done.stdout
+
+
+def test_programs_and_arrays_on_the_fake_device() -> None:
+    """SY4, SY5, DM3, CS5, CS6, LT3, DE3: from Python; what each part shows is in child.py."""
+    child = "from tests.native.cuda.child import main; main()"
+    assert (
+        succeeded(run_python(child, environment=environment(fake(), FAKE_DEVICES="2"), timeout_s=600))
+        == "done\n"
+    )
+
+
+MISSING = {
+    "no driver": (None, {}, ("an NVIDIA driver", "none", "libcuda.so.1", "device='sim'")),
+    "not a driver": (("NO_DRIVER",), {}, ("a libcuda.so.1 that is none", "ldconfig")),
+    "an old driver": ((), {"FAKE_VERSION": "11080"}, ("12.0 or newer", "CUDA 11.8", "update the driver")),
+    "a driver that lacks an entry": (
+        ("NO_POOL_ENTRY",),
+        {},
+        ("without cuMemPoolCreate", "update the driver"),
+    ),
+    "no GPU": ((), {"FAKE_DEVICES": "0"}, ("a GPU", "CUDA_ERROR_NO_DEVICE", "CUDA_VISIBLE_DEVICES")),
+    "a driver that was updated": ((), {"FAKE_INIT": "803"}, ("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "restart")),
+    "no memory pools": ((), {"FAKE_NO_POOLS": "1"}, ("cuda:0, open", "stream-ordered memory pools", "vGPU")),
+}
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_what_is_missing_is_named_with_what_to_do(what: str, tmp_path: Path) -> None:
+    """GC4: by type, from device(), from load() and by the doctor; everything else works."""
+    without, variables, words = MISSING[what]
+    folder = tmp_path if without is None else fake(*without)
+    out = succeeded(
+        run_python(
+            """
+            import numpy as np
+            import headrace
+            from headrace.doctor import diagnose
+            from tests.contract.conftest import golden
+
+            try:
+                headrace.device("cuda:0")
+            except headrace.DeviceError as error:
+                print(error)
+            program = golden("two_islands")
+            try:
+                headrace.load(program.path)
+            except headrace.DeviceError as error:
+                assert error.device == "cuda:0" and "two_islands.pte" in str(error)
+                print(error)
+            found = diagnose().cuda
+            print(found.missing or found.gpus[0].problem)
+            assert (headrace.device("sim").to_device(np.ones(3)).numpy() == 1).all()
+            assert headrace.device("cpu").name == "cpu"
+            """,
+            environment=environment(folder, **variables),
+        )
+    )
+    device, loaded, doctor = out.splitlines()
+    for word in words:
+        assert word in device and word in loaded, (word, device, loaded)
+    assert words[-2] in doctor or words[0] in doctor
+
+
+def test_without_green_contexts_the_rest_works() -> None:
+    """GC1: split() says which entry point the driver lacks; nothing falls back."""
+    out = succeeded(
+        run_python(
+            """
+            import numpy as np
+            import headrace
+            from headrace.doctor import diagnose
+
+            gpu = headrace.device("cuda:0")
+            assert (gpu.to_device(np.ones(3), stream=gpu.stream()).numpy() == 1).all()
+            assert gpu.sm_count == 132
+            try:
+                gpu.partition(sms=8)
+            except headrace.DeviceError as error:
+                print(error)
+            print(diagnose().cuda.partitions)
+            """,
+            environment=environment(fake("NO_GREEN")),
+        )
+    )
+    refusal, doctor = out.splitlines()
+    assert "green contexts" in refusal and "cuDeviceGetDevResource" in refusal and "13.0" in refusal
+    assert doctor == "the driver has no cuDeviceGetDevResource"
+
+
+def test_our_declarations_are_nvidia_s() -> None:
+    """Every signature, layout and number beside cuda.h, from pip's own package."""
+    files = importlib.metadata.distribution("nvidia-cuda-runtime").files or ()
+    (header,) = [f for f in files if f.as_posix().endswith("/include/cuda.h")]
+    include = Path(str(header.locate())).parent
+    source = HERE / "test_driver_declarations.cpp"
+    compiler.build(
+        *("-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-isystem", include),
+        *(f"-I{NATIVE}", f"-I{compiler.INCLUDE}", source),
+    )
