@@ -84,8 +84,8 @@ Status mark_used(PyDevice& device, StreamHandle stream, Block& block, bool write
   return status;
 }
 
-// Keeps a foreign array until the copy from it is done.
-void keep_until(PyDevice& device, EventRef event, std::shared_ptr<void> array) {
+// Lets go of foreign arrays that were copied from.
+void release_copied(PyDevice& device) {
   std::vector<std::shared_ptr<void>> done;  // let go at the end: it may run any code
   std::erase_if(device.kept, [&](auto& item) {
     auto ended = device.device->query(*item.first);
@@ -93,7 +93,6 @@ void keep_until(PyDevice& device, EventRef event, std::shared_ptr<void> array) {
     done.push_back(std::move(item.second));
     return true;
   });
-  device.kept.emplace_back(std::move(event), std::move(array));
 }
 
 nb::object empty(const PyDeviceRef& self, nb::handle shape, nb::handle dtype, nb::handle stream) {
@@ -186,7 +185,10 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
     if (!status.ok()) (void)drain(*self->device, handle);
     return status;
   }));
-  if (value.device != nullptr && !value.block) keep_until(*self, std::move(copied), hold(keep));
+  if (value.device != nullptr && !value.block) {
+    release_copied(*self);
+    self->kept.emplace_back(std::move(copied), hold(keep));
+  }
   return result;
 }
 
@@ -297,9 +299,8 @@ PyDeviceRef device_object(const DeviceRef& device) {
   std::lock_guard lock(objects().mutex);
   auto& slot = objects().by_device[device.get()];
   if (PyDeviceRef there = slot.lock()) return there;
-  std::erase_if(objects().by_device, [&](const auto& item) {
-    return item.first != device.get() && item.second.expired();
-  });
+  std::erase_if(objects().by_device,
+                [&](const auto& item) { return item.first != device.get() && item.second.expired(); });
   auto made = std::make_shared<PyDevice>();
   made->device = device;
   made->ring = std::make_shared<Ring>(device->backend() == Backend::kCpu ? nullptr : device);
@@ -329,7 +330,8 @@ StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* w
     }
     StreamHandle handle = 0;
     if (!nb::try_cast(object, handle))
-      raise(Status(ErrorCode::kInput, std::string(where) + ": expected a stream handle of 0 to 64 bits, got " +
+      raise(Status(ErrorCode::kInput, std::string(where) +
+                                          ": expected a stream handle of 0 to 64 bits, got " +
                                           nb::cast<std::string>(nb::str(object))));
     return {handle == 0 ? kLegacyStream : handle, device->id()};
   }
@@ -339,8 +341,8 @@ StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* w
     if (PyCallable_Check(pair.ptr())) pair = pair();
     int64_t version = -1;
     StreamHandle handle = 0;
-    if (!PySequence_Check(pair.ptr()) || nb::len(pair) != 2 || !nb::try_cast(pair[0], version) || version != 0 ||
-        !nb::try_cast(pair[1], handle)) {
+    if (!PySequence_Check(pair.ptr()) || nb::len(pair) != 2 || !nb::try_cast(pair[0], version) ||
+        version != 0 || !nb::try_cast(pair[1], handle)) {
       raise(Status(ErrorCode::kInput, std::string(where) +
                                           ": expected __cuda_stream__ to give (0, handle), got " +
                                           nb::cast<std::string>(nb::repr(pair))));
@@ -430,6 +432,7 @@ void bind_objects(nb::module_& m) {
       .def(
           "trim",
           [](PyDevice& self) {
+            release_copied(self);
             check(unlocked([&] {
               self.ring->trim();
               return self.device->trim();
@@ -596,23 +599,26 @@ void bind_objects(nb::module_& m) {
   });
   m.def("sim", &make_sim, nb::arg("schedule"), nb::arg("seed"), nb::arg("ordinal"), nb::arg("sms"),
         nb::arg("memory"));
-  m.def("select", [](nb::handle stream, nb::handle device) {
-    PyDeviceRef of;
-    if (!device.is_none() && (!nb::try_cast(device, of) || of == nullptr)) {
-      raise(Status(ErrorCode::kInput, std::string("caller_stream, device: expected a Device, got ") +
-                                          Py_TYPE(device.ptr())->tp_name));
-    }
-    StreamChoice choice = to_stream(stream, of ? of->device : nullptr, "caller_stream");
-    if (of != nullptr && choice.device != of->device->id()) {
-      Status status(ErrorCode::kDevice, "caller_stream: expected a stream of " + of->device->name() +
-                                            ", got one of " + device_name_of(choice.device));
-      status.device = of->device->name();
-      raise(status);
-    }
-    headrace_selection next{reinterpret_cast<cudaStream_t>(choice.handle), choice.device, 1};
-    headrace_selection former = headrace_exchange_selection(next);
-    return nb::make_tuple(reinterpret_cast<uintptr_t>(former.stream), former.device, former.selected);
-  }, nb::arg("stream").none(), nb::arg("device").none());
+  m.def(
+      "select",
+      [](nb::handle stream, nb::handle device) {
+        PyDeviceRef of;
+        if (!device.is_none() && (!nb::try_cast(device, of) || of == nullptr)) {
+          raise(Status(ErrorCode::kInput, std::string("caller_stream, device: expected a Device, got ") +
+                                              Py_TYPE(device.ptr())->tp_name));
+        }
+        StreamChoice choice = to_stream(stream, of ? of->device : nullptr, "caller_stream");
+        if (of != nullptr && choice.device != of->device->id()) {
+          Status status(ErrorCode::kDevice, "caller_stream: expected a stream of " + of->device->name() +
+                                                ", got one of " + device_name_of(choice.device));
+          status.device = of->device->name();
+          raise(status);
+        }
+        headrace_selection next{reinterpret_cast<cudaStream_t>(choice.handle), choice.device, 1};
+        headrace_selection former = headrace_exchange_selection(next);
+        return nb::make_tuple(reinterpret_cast<uintptr_t>(former.stream), former.device, former.selected);
+      },
+      nb::arg("stream").none(), nb::arg("device").none());
   m.def("restore", [](uintptr_t stream, int32_t device, int32_t selected) {
     (void)headrace_exchange_selection({reinterpret_cast<cudaStream_t>(stream), device, selected});
   });
