@@ -133,7 +133,8 @@ void confirm(const TensorView& view, const Reader& reader, const std::string& me
     (reach < 0 ? low : high) += static_cast<uintptr_t>(reach);
   }
   PointerInfo info = reader.device->where(reinterpret_cast<void*>(low));
-  if (info.kind == PointerInfo::Kind::kOther) elsewhere(message, reader, device_name_of(info.device_id));
+  if (info.kind == PointerInfo::Kind::kOther)
+    elsewhere(message, reader, "cuda:" + std::to_string(info.device_id));
   if (info.kind != PointerInfo::Kind::kDevice)
     bad(message, "expected memory that the driver knows as " + reader.device->name() + "'s, got " + hex(low) +
                      ", which it does not");

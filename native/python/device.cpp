@@ -84,8 +84,8 @@ Status mark_used(PyDevice& device, StreamHandle stream, Block& block, bool write
   return status;
 }
 
-// Keeps a foreign array until the copy from it is done.
-void keep_until(PyDevice& device, EventRef event, std::shared_ptr<void> array) {
+// Lets go of foreign arrays that were copied from.
+void release_copied(PyDevice& device) {
   std::vector<std::shared_ptr<void>> done;  // let go at the end: it may run any code
   std::erase_if(device.kept, [&](auto& item) {
     auto ended = device.device->query(*item.first);
@@ -93,7 +93,6 @@ void keep_until(PyDevice& device, EventRef event, std::shared_ptr<void> array) {
     done.push_back(std::move(item.second));
     return true;
   });
-  device.kept.emplace_back(std::move(event), std::move(array));
 }
 
 nb::object empty(const PyDeviceRef& self, nb::handle shape, nb::handle dtype, nb::handle stream) {
@@ -186,7 +185,10 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
     if (!status.ok()) (void)drain(*self->device, handle);
     return status;
   }));
-  if (value.device != nullptr && !value.block) keep_until(*self, std::move(copied), hold(keep));
+  if (value.device != nullptr && !value.block) {
+    release_copied(*self);
+    self->kept.emplace_back(std::move(copied), hold(keep));
+  }
   return result;
 }
 
@@ -430,6 +432,7 @@ void bind_objects(nb::module_& m) {
       .def(
           "trim",
           [](PyDevice& self) {
+            release_copied(self);
             check(unlocked([&] {
               self.ring->trim();
               return self.device->trim();

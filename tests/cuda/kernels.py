@@ -84,7 +84,10 @@ def array(buffer: Any) -> Any:
 
 
 OPS: dict[str, Callable[..., Any]] = {
-    **{name: op for name, op in graph.OPS.items() if name not in ("relu", "sigmoid")},
+    **{name: op for name, op in graph.OPS.items() if name in ("add", "mul", "sub", "t")},
+    # Not by cuBLAS, which has streams and memory of its own.
+    "mm": lambda a, b: (a[:, :, None] * b[None, :, :]).sum(axis=1),
+    "addmm": lambda bias, a, b: bias + (a[:, :, None] * b[None, :, :]).sum(axis=1),
     "relu": lambda x: cupy.maximum(x, 0),
     "sigmoid": lambda x: 1 / (1 + cupy.exp(-x)),
 }

@@ -143,7 +143,6 @@ std::map<uintptr_t, Block> blocks;
 std::vector<CaptureRef> captures;
 std::vector<Stream*> spare;  // destroyed streams whose address is to be used again
 bool reuse = false;
-uint64_t splits = 0;
 std::map<std::string, int64_t> calls;
 struct Fault {
   std::string call;
@@ -1063,6 +1062,7 @@ ENTRY Code cuGraphExecDestroy(cu::GraphExec handle) {
 
 #ifndef NO_GREEN
 namespace {
+uint64_t splits = 0;
 // What the driver hides in a resource: the split it came from, and which part.
 struct Hidden {
   uint64_t split;

@@ -124,8 +124,10 @@ def test_what_is_missing_is_named_with_what_to_do(what: str, tmp_path: Path) -> 
             import numpy as np
             import headrace
             from headrace.doctor import diagnose
+            from tests.contract import delegates
             from tests.contract.conftest import golden
 
+            delegates.install(delegates.OneCall)
             try:
                 headrace.device("cuda:0")
             except headrace.DeviceError as error:
