@@ -107,7 +107,7 @@ nb::dict cuda_array_interface(const Buffer& buffer) {
 
 nb::object to_dlpack(const Buffer& buffer, nb::handle stream, nb::handle, nb::handle device,
                      nb::handle copy) {
-  if (!buffer.block && buffer.device) {
+  if (!buffer.block && buffer.device && backend_of(buffer) != Backend::kCuda) {
     raise(Status(ErrorCode::kInput,
                  "Buffer.__dlpack__: expected memory of its own, got memory lent for a call"));
   }

@@ -13,9 +13,11 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -171,7 +173,7 @@ def _read(name: str, expected: str) -> Any:
         with open(name, "rb") as file:
             loaded = np.load(file, allow_pickle=False)
             return [loaded[key] for key in loaded.files] if isinstance(loaded, NpzFile) else loaded
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:
+    except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as e:
         raise InputError(f"{name}: expected {expected}, got: {e}") from None
 
 
@@ -279,8 +281,9 @@ def _device(args: argparse.Namespace) -> Any:
     name = args.device or "sim"
     if not name.startswith("sim"):
         raise OptionError(f"--schedule: expected a simulated device, got --device {name}")
-    schedule = int(args.schedule) if args.schedule.lstrip("-").isdecimal() else args.schedule
-    return headrace.device(name, schedule=schedule)
+    # At most 18 digits: any seed of 64 bits has a twin among them, and Python reads no number of thousands.
+    seed = re.fullmatch(r"-?[0-9]{1,18}", args.schedule)
+    return headrace.device(name, schedule=int(args.schedule) if seed else args.schedule)
 
 
 def _import(modules: Sequence[str]) -> None:
@@ -300,6 +303,11 @@ def _run(args: argparse.Namespace) -> int:
     _import(args.modules)
     if args.threads is not None:
         headrace.set_num_threads(args.threads)
+    if args.random is not None and args.random < 0:
+        raise OptionError(f"--random: expected a seed of 0 or more, got {args.random}")
+    for option, value in (("--rtol", args.rtol), ("--atol", args.atol)):
+        if value is not None and not 0 <= value < math.inf:
+            raise OptionError(f"{option}: expected a finite number of 0 or more, got {value}")
     if args.repeat < 1:
         raise OptionError(f"--repeat: expected 1 or more, got {args.repeat}")
     with headrace.load(args.file, data=args.data, device=_device(args)) as program:

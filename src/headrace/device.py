@@ -8,6 +8,7 @@ with headrace.caller_stream(stream):
 
 from __future__ import annotations
 
+import re
 from threading import get_ident
 from types import TracebackType
 from typing import Any
@@ -51,8 +52,12 @@ def device(
         OptionError: an unknown name or knob.
         DeviceError: there is no such device here.
     """
+    if not isinstance(name, str):
+        raise OptionError(
+            f"device: expected a name such as 'cpu', 'sim' or 'cuda:0', got {type(name).__name__}"
+        )
     kind, _, number = name.partition(":")
-    if (number and not number.isdecimal()) or (kind == "cpu" and number):
+    if (number and not re.fullmatch("[0-9]{1,4}", number)) or (kind == "cpu" and number):
         raise OptionError(f"device: expected 'cpu', 'sim', 'sim:N' or 'cuda:N', got {name!r}")
     ordinal = int(number or 0)
     if kind == "cpu":
@@ -63,7 +68,8 @@ def device(
         raise OptionError(f"device: expected 'cpu', 'sim', 'sim:N' or 'cuda:N', got {name!r}")
     if isinstance(schedule, bool) or (not isinstance(schedule, int) and schedule not in ("eager", "late")):
         raise OptionError(f"schedule: expected 'eager', 'late' or a seed, got {schedule!r}")
-    if sms < 1 or memory_nbytes < 1:
+    sizes = (sms, memory_nbytes)
+    if any(not isinstance(size, int) or not 1 <= size < 1 << 40 for size in sizes) or sms >= 1 << 20:
         raise OptionError(
             f"{name}: expected sms and memory_nbytes of 1 or more, got {sms} and {memory_nbytes}"
         )
