@@ -59,7 +59,7 @@ def _kernel(name: str) -> Any:
 
 def on(stream: Any) -> Any:
     """CuPy's view on a stream, as a context manager."""
-    return cupy.cuda.ExternalStream(stream.handle)
+    return cupy.cuda.Stream.from_external(stream)
 
 
 def slow(stream: Any, ms: float) -> None:
