@@ -259,7 +259,14 @@ DType dtype_by_name(nb::handle dtype, const char* where) {
 }
 
 size_t set_shape(TensorView& view, nb::handle shape, const char* where) {
-  nb::tuple dims = PyLong_Check(shape.ptr()) ? nb::make_tuple(shape) : nb::tuple(shape);
+  nb::object given = PyLong_Check(shape.ptr()) ? nb::object(nb::make_tuple(shape))
+                                               : nb::steal(PySequence_Tuple(shape.ptr()));
+  if (!given.is_valid()) {
+    PyErr_Clear();
+    raise(Status(ErrorCode::kInput, std::string(where) + ": expected a shape as a sequence of ints, got " +
+                                        Py_TYPE(shape.ptr())->tp_name));
+  }
+  auto dims = nb::borrow<nb::tuple>(given);
   if (dims.size() > kMaxDims) {
     raise(Status(ErrorCode::kInput, std::string(where) + ": expected at most 16 dimensions, got " +
                                         std::to_string(dims.size())));
@@ -267,7 +274,12 @@ size_t set_shape(TensorView& view, nb::handle shape, const char* where) {
   view.ndim = static_cast<int>(dims.size());
   size_t nbytes = itemsize(view.dtype);
   for (size_t d = 0; d < dims.size(); ++d) {
-    auto size = nb::cast<int64_t>(dims[d]);
+    int64_t size = 0;
+    if (!nb::try_cast(dims[d], size)) {
+      raise(Status(ErrorCode::kInput, std::string(where) + ": expected sizes as ints of 64 bits, got " +
+                                          nb::cast<std::string>(nb::repr(dims[d])) + " in dimension " +
+                                          std::to_string(d)));
+    }
     view.sizes[d] = size;
     if (size < 0 || size > INT32_MAX || __builtin_mul_overflow(nbytes, static_cast<size_t>(size), &nbytes)) {
       raise(Status(ErrorCode::kInput, std::string(where) +

@@ -388,7 +388,7 @@ void bind_objects(nb::module_& m) {
       .def(
           "per_thread_stream", [](const PyDeviceRef& self) { return make_stream(self, kPerThreadStream); },
           "The calling thread's default stream (handle 2).")
-      .def("empty", &empty, nb::arg("shape"), nb::arg("dtype") = "float32", nb::kw_only(),
+      .def("empty", &empty, nb::arg("shape").none(), nb::arg("dtype") = "float32", nb::kw_only(),
            nb::arg("stream") = nb::none(),
            "A Buffer whose content is undefined, for work on `stream` (default: the per-thread stream). Does "
            "not wait.\n\n"

@@ -481,3 +481,12 @@ def test_dlpack_gives_a_buffer_away_and_keeps_its_memory() -> None:
 
         with pytest.raises(headrace.InputError, match=r"got bfloat16\[3\] on cpu; the rank differs"):
             loaded["forward"](Given())
+
+
+@pytest.mark.parametrize(
+    "shape", [("a",), None, 3.5, (2**70,), (-1,), (1,) * 17, object()], ids=lambda s: type(s).__name__
+)
+def test_a_shape_that_is_none_is_refused(shape: object) -> None:
+    """OP5"""
+    with pytest.raises(headrace.InputError, match="Device.empty: expected"):
+        headrace.device("sim").empty(shape)
