@@ -488,5 +488,5 @@ def test_dlpack_gives_a_buffer_away_and_keeps_its_memory() -> None:
 )
 def test_a_shape_that_is_none_is_refused(shape: object) -> None:
     """OP5"""
-    with pytest.raises(headrace.InputError, match="Device.empty: expected"):
+    with pytest.raises(headrace.InputError, match=r"Device\.empty: expected"):
         headrace.device("sim").empty(shape)
