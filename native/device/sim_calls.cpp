@@ -87,6 +87,7 @@ Status Calls::begin(const char* operation, uint64_t thread) {
   ++counts_[operation];
   ++counts_[""];
   submissions_.emplace_back(thread_number(thread), operation);
+  if (submissions_.size() > kMostSubmissions) submissions_.pop_front();
   ErrorCode code = ErrorCode::kOk;
   if (!due(faults_, operation, &code)) return {};
   return refusal(code, device_, operation, "success", "the fault that was injected",

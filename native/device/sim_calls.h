@@ -46,6 +46,7 @@ class Calls {
   std::vector<Countdown> delays_;
   std::map<std::string, int64_t> counts_;
   std::unordered_map<uint64_t, int> threads_;
+  static constexpr size_t kMostSubmissions = 1'000'000;  // the latest; a long run must not grow without end
   std::deque<std::pair<int, const char*>> submissions_;
 };
 
