@@ -87,7 +87,7 @@ def test_a_bad_input_is_refused_by_name(add: headrace.Method, case: str) -> None
 def test_an_input_in_memory_of_a_gpu_is_refused_by_name(add: headrace.Method) -> None:
     """OP5, OP4: by its class too, before its address is read."""
     with pytest.raises(
-        headrace.DeviceError, match=r"^forward, input 1: expected memory of cpu .*, got memory of a GPU"
+        headrace.InputError, match=r"^forward, input 1: expected memory of the host, got memory of a GPU"
     ):
         add(ONE, OfAnotherDevice())
     assert add(ONE, ONE)[0] == 2.0

@@ -89,7 +89,7 @@ def test_data_that_a_delegate_lacks_is_named_by_its_key() -> None:
             headrace.ProgramError, match=r"the data files lack the keys '[0-9a-f]{64}'"
         ) as caught:
             headrace.load(program.path, data=data)
-        assert f"{program.path}, method 'forward', " in str(caught.value)
+        assert "forward" in str(caught.value)
         assert "'XnnpackBackend'" in str(caught.value)
         assert "damaged" not in str(caught.value)
 
