@@ -62,6 +62,8 @@ class Launched(headrace.Delegate):
         for buffer in (*inputs, *outputs):  # lent memory goes out to libraries too
             assert buffer.__dlpack_device__() == (2, 0)
             assert buffer.__cuda_array_interface__["stream"] == stream.handle
+            buffer.__dlpack__(stream=stream.handle)
+            buffer.__dlpack__(stream=1)  # a consumer on another stream
         refused(headrace.NotSupported, "cuda:0|CuPy", lambda: stream.call(lambda: None))
 
         def work() -> None:

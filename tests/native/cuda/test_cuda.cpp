@@ -110,6 +110,7 @@ TEST(cuda_knows_what_an_address_is) {
   CHECK_REFUSED(device->copy(data, pretend, 8, 0), kDevice, "memory of sim:0");
   void* plain = *cpu_device()->allocate(16, 0);
   CHECK_OK(device->copy(data, plain, 16, 0));
+  CHECK_OK(device->synchronize(0));
   CHECK_OK(cpu_device()->free(plain, 0));
   CHECK_OK(device->copy(data, &here, 0, 0));
   CHECK_OK(device->free(data, 0));
@@ -168,6 +169,7 @@ struct Everything {
     CHECK_OK(device->synchronize(stream));
   }
   ~Everything() {
+    CHECK_OK(device->synchronize());
     CHECK_OK(device->free(data, stream));
     CHECK_OK(device->destroy_stream(stream));
   }
@@ -580,6 +582,8 @@ TEST(cuda_our_own_bookkeeping_leaves_a_capture_alone) {
   StreamHandle in_lane = *device->create_stream({0, false, lane});
   void* data = *device->allocate(8, in_lane);
   CHECK_OK(device->fill(data, 1, 8, in_lane));
+  EventRef filled = *device->create_event();
+  CHECK_OK(device->record(*filled, in_lane));
   CHECK_OK(device->begin_capture(stream, CaptureMode::kThreadLocal));
   // Its end is put off: asking for its work is forbidden, and is done under the thread's relaxed mode.
   CHECK_OK(device->destroy_stream(in_lane));
@@ -589,7 +593,9 @@ TEST(cuda_our_own_bookkeeping_leaves_a_capture_alone) {
   CHECK_OK(device->destroy_stream(*device->create_stream({})));
   CHECK(*device->capture_status(stream) == CaptureStatus::kActive);
   CHECK_OK(device->end_capture(stream));
+  CHECK_OK(device->wait(stream, *filled));
   CHECK_OK(device->free(data, stream));
+  filled = nullptr;
   CHECK_OK(device->destroy_stream(stream));
   nothing_left();
 }

@@ -76,10 +76,6 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
     return {"LD_LIBRARY_PATH": str(folder), **variables}
 
 
-# Open: it failed once in a full run; why is not known yet.
-@pytest.mark.skip(
-    reason="open: the device's rules on the fake driver failed in a full run, cause not known yet"
-)
 @pytest.mark.parametrize("without", [(), ("NO_NEWER",)], ids=["of CUDA 13.0", "of CUDA 12.4"])
 def test_the_device_keeps_the_rules(without: tuple[str, ...]) -> None:
     """LT1, LT3, LT4, GR4, GR8, GC1, CS6, SY2, DM3, DM4: sentences in test_cuda.cpp; entry points that came later
