@@ -805,8 +805,12 @@ ENTRY Code cuStreamQuery(cu::Stream handle) {
 }
 ENTRY Code cuStreamGetId(cu::Stream handle, unsigned long long* id) {
   BEGIN("cuStreamGetId");
-  STREAM(stream, handle);
-  *id = stream->id;
+  // Of a destroyed stream too: nothing says that a driver notices.
+  auto* named = reinterpret_cast<Stream*>(handle);
+  if (!streams.contains(named)) {
+    if (Code code = find_stream(handle, &named)) return code;
+  }
+  *id = named->id;
   return cu::kSuccess;
 }
 ENTRY Code cuStreamGetCtx(cu::Stream handle, cu::Context* context) {
