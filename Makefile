@@ -2,7 +2,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 DEV := .venv-dev/bin/python
-EXPORT := .venv-export/bin/python
+EXPORT := $(CURDIR)/.venv-export/bin/python
 NATIVE := $(shell find native cmake CMakeLists.txt pyproject.toml -type f)
 PIP := -m pip install --quiet --disable-pip-version-check
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 
 import headrace
 from headrace.engine import LIBRARIES, RUNTIME, engine
+from tests import programs
 from tests.conftest import run_python, succeeded
 
 # The libraries beside the extension, also where an installed ExecuTorch is in use.
@@ -41,15 +41,11 @@ def stock() -> Path:
     """The stock ``executorch`` package that the tests' programs are exported with."""
     code = "import importlib.util as u; print(*u.find_spec('executorch').submodule_search_locations)"
     done = subprocess.run(
-        [programs_python(), "-c", code], cwd="/", capture_output=True, text=True, check=True
+        [programs.export_python(), "-c", code], cwd="/", capture_output=True, text=True, check=True
     )
     package = Path(done.stdout.strip())
     assert (package / "lib" / RUNTIME).is_file()
     return package
-
-
-def programs_python() -> str:
-    return os.environ.get("HEADRACE_EXPORT_PYTHON", sys.executable)
 
 
 def fake(folder: Path, version: str | None, runtime: bytes | Path | None) -> dict[str, str]:
@@ -254,7 +250,7 @@ def test_cuda_parts_that_somebody_registered_before_are_refused(what: str) -> No
 def beside_stock(stock: Path, tmp_path: Path) -> dict[str, str]:
     """The environment in which the exporter's Python, with torch and stock ExecuTorch, has headrace too."""
     done = subprocess.run(
-        [programs_python(), "-c", "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"],
+        [programs.export_python(), "-c", "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"],
         capture_output=True,
         text=True,
         check=True,
@@ -307,7 +303,7 @@ names = [path.rpartition("/")[2] for path in maps]
 print(len(names) == len(set(names)))
 """,
         environment=beside_stock,
-        python=programs_python(),
+        python=programs.export_python(),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] == ["installed", "True"], done.stdout

@@ -6,7 +6,6 @@ binary file. On the bare engine each of these ended the process, hung it, or rea
 
 from __future__ import annotations
 
-import os
 import re
 import struct
 import subprocess
@@ -657,11 +656,10 @@ def test_every_kernel_of_the_engine_has_a_signature() -> None:
 
 def test_signatures_are_those_of_torch(tmp_path: Path) -> None:
     """Where torch is at hand, operators.def is what operators.py writes."""
-    python = os.environ.get("HEADRACE_EXPORT_PYTHON", sys.executable)
     names = tmp_path / "kernels.txt"
     names.write_text("\n".join(core.kernels()))
     done = subprocess.run(
-        [python, str(ROOT / "native/program/operators.py"), str(names)],
+        [programs.export_python(), str(ROOT / "native/program/operators.py"), str(names)],
         capture_output=True,
         text=True,
         check=False,
