@@ -5,10 +5,12 @@
 #include <executorch/runtime/kernel/operator_registry.h>
 #include <executorch/runtime/platform/runtime.h>
 
+#include <array>
 #include <cstdlib>
 #include <mutex>
 #include <unordered_set>
 
+#include "headrace/caller_stream.h"
 #include "program/allocator.h"
 #include "program/guards.h"
 #include "program/log.h"
@@ -53,6 +55,15 @@ Status check_registries() {
 
 }  // namespace
 
+Status check_one_selection() {
+  std::array<char, 4096> ours{}, other{};
+  if (headrace_find_duplicate(ours.data(), ours.size(), other.data(), other.size()) == 0) return {};
+  return Status(ErrorCode::kEngine, "expected one libheadrace_stream.so in this process, got " +
+                                        std::string(other.data()) + " beside " + ours.data() +
+                                        "; a stream selected in one would not reach delegates that read the "
+                                        "other: link to the library of one headrace, or remove the other");
+}
+
 void program_begins() {
   std::lock_guard lock(threads_mutex);
   ++live_programs;
@@ -68,6 +79,7 @@ Status initialize() {
   static Status status;
   std::call_once(once, [] {
     status = check_registries();
+    if (status.ok()) status = check_one_selection();
     if (!status.ok()) return;
     et::runtime_init();
     collect_engine_log();

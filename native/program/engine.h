@@ -16,6 +16,9 @@ namespace headrace {
 void program_begins();
 void program_ends();
 
+// kEngine: a second libheadrace_stream.so is in the process, whoever brought it and whenever (CS3).
+Status check_one_selection();
+
 bool kernel_registered(const std::string& name);
 // kDelegateUnavailable: not registered, or registered and unavailable on this machine.
 Status check_delegate(const std::string& id, const std::string& where);

@@ -199,6 +199,7 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
     return Status(ErrorCode::kOption,
                   "instances: expected a count between 1 and 1024, got " + std::to_string(options.instances));
   }
+  if (Status status = check_one_selection(); !status.ok()) return status;
   arm_exit_gate();
   if (options.max_steps < 1) {
     return Status(ErrorCode::kOption,

@@ -19,6 +19,7 @@ import headrace
 from headrace.doctor import diagnose
 from headrace.engine import core
 from tests import programs
+from tests.native.stream.binding import Upstream
 from tests.programs import graph
 from tests.programs.committed import __file__ as committed
 
@@ -220,6 +221,43 @@ def selections(gpu: Any, method: Any, inputs: Any, want: Any) -> None:
         assert headrace.current_stream().handle == stream.handle
 
 
+def mirrored(gpu: Any, program: Any, inputs: Any, want: Any, library: str) -> None:
+    """CS3: delegates of others read ExecuTorch's own caller stream; the library came after everything of ours."""
+    theirs, seen = Upstream(library), []
+    method = program["forward"]
+
+    def look(self: Any, inputs: Any, outputs: Any, stream: Any) -> None:
+        seen.append(theirs.get())
+        plain(self, inputs, outputs, stream)
+        if fails:
+            raise RuntimeError("after the work")
+
+    plain, fails = TestA.run, []
+    buffers = [gpu.to_device(x) for x in inputs]
+    stream = gpu.stream()
+    theirs.select(0x77)  # somebody's, who is not to lose it
+    TestA.run = look  # type: ignore[method-assign]
+    check(method(*buffers, stream=stream)[0], want)
+    with headrace.caller_stream(stream):
+        check(method(*buffers)[0], want)
+    check(method(*buffers)[0], want)
+    fails.append(True)
+    refused(headrace.DelegateError, "after the work", lambda: method(*buffers, stream=stream))
+    fails.clear()
+    TestA.run = plain  # type: ignore[method-assign]
+    assert seen == [stream.handle, stream.handle, 2, stream.handle], seen
+    assert theirs.get() == 0x77
+
+
+def an_unknown_library_is_named(inputs: Any, library: str) -> None:
+    """CS3: one that a stream cannot be selected in is no reason to run without it. It stays: this comes last."""
+    Upstream(library)
+    launches = driver.fake_calls(b"cuLaunchHostFunc")
+    with headrace.load(TWO) as program:
+        refused(headrace.EngineError, library, lambda: program["forward"](*inputs))
+    assert driver.fake_calls(b"cuLaunchHostFunc") == launches
+
+
 def a_steady_call(gpu: Any, method: Any, inputs: Any) -> None:
     """Two arguments are staged by the plan of this program; memory is allocated for neither."""
     stream = gpu.stream()
@@ -243,7 +281,7 @@ def dropped_in_the_wrong_order(gpu: Any, inputs: Any, want: Any) -> Any:
     check(result, want)
 
 
-def main() -> None:
+def main(right: str, wrong: str) -> None:
     looking_makes_no_context()
     gpu = headrace.device("cuda:0")
     calls = [
@@ -257,7 +295,10 @@ def main() -> None:
         copies(gpu, calls[0][0][0])
         selections(gpu, method, *calls[0])
         a_steady_call(gpu, method, calls[0][0])
+        mirrored(gpu, program, *calls[0], right)
+        a_steady_call(gpu, method, calls[0][0])
     dropped_in_the_wrong_order(gpu, *calls[0])
+    an_unknown_library_is_named(calls[0][0], wrong)
     del method, program
     gc.collect()
     gpu.trim()
@@ -273,5 +314,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
     sys.stdout.flush()

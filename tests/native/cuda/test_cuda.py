@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,9 +90,10 @@ def test_the_device_keeps_the_rules(without: tuple[str, ...]) -> None:
     assert "26 tests" in done.stdout and " 0 failures" in done.stdout
 
 
-def test_programs_and_arrays_on_the_fake_device() -> None:
-    """SY4, SY5, DM3, CS5, CS6, LT3, DE3: from Python; what each part shows is in child.py."""
-    child = "from tests.native.cuda.child import main; main()"
+def test_programs_and_arrays_on_the_fake_device(upstream: Callable[..., Path]) -> None:
+    """SY4, SY5, DM3, CS3, CS5, CS6, LT3, DE3: from Python; what each part shows is in child.py."""
+    right, wrong = str(upstream()), str(upstream("KEEPS"))
+    child = f"from tests.native.cuda.child import main; main({right!r}, {wrong!r})"
     assert (
         succeeded(run_python(child, environment=environment(fake(), FAKE_DEVICES="2"), timeout_s=600))
         == "done\n"

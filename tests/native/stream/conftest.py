@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import subprocess
@@ -15,12 +14,11 @@ import pytest
 
 from tests.native import compiler
 
-HERE = Path(__file__).parent
 SOURCES = sorted((compiler.ROOT / "native/stream").glob("*.cpp"))
-SHARED = ("-fPIC", "-shared")
 # As CMakeLists.txt has them.
 OURS = ("-std=c++20", *compiler.STRICT, "-fPIC", "-O1", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti")
 
+HERE = Path(__file__).parent
 Run = Callable[..., None]
 
 
@@ -43,28 +41,6 @@ def built(tmp_path_factory: pytest.TempPathFactory, objects: list[Path]) -> Path
         "-shared", "-Wl,--as-needed,-soname,libheadrace_stream.so", *objects, "-o", library, "-ldl"
     )
     return library
-
-
-@pytest.fixture(scope="session")
-def upstream(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A library that stands for ExecuTorch's: the right one, or a variant by the macro that makes it."""
-    folder = tmp_path_factory.mktemp("upstream")
-
-    @functools.cache
-    def upstream(variant: str = "RIGHT") -> Path:
-        library = folder / variant / "libextension_cuda.so"
-        library.parent.mkdir()
-        options = (
-            "-std=c++20",
-            *compiler.STRICT,
-            *SHARED,
-            f"-D{variant}",
-            "-Wl,-soname,libextension_cuda.so",
-        )
-        compiler.build(*options, HERE / "upstream.cpp", "-o", library)
-        return library
-
-    return upstream
 
 
 @pytest.fixture

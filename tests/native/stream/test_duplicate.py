@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import run_python, succeeded
 from tests.native import compiler
-from tests.native.stream.conftest import SHARED, Run
+from tests.native.conftest import SHARED
+from tests.native.stream.conftest import Run
 
 Copy = Callable[..., Path]
 
@@ -185,3 +188,55 @@ def test_names_are_cut_to_the_room_there_is(child: Run, built: Path, copy: Copy)
         library=built,
         other=copy(built, "other.so"),
     )
+
+
+# A copy of the same name that is there first is the one that headrace gets: one copy, and no duplicate.
+OURS = str(Path(sys.modules["headrace._core"].__file__ or "").parent / "lib/libheadrace_stream.so")
+SECOND = f"""
+import ctypes, importlib
+import numpy as np
+ours = {OURS!r}
+def refused(call):
+    try:
+        call()
+    except ImportError as error:
+        assert type(error).__name__ == "EngineError", type(error)
+        assert ours in str(error) and other in str(error), error
+        print("refused")
+"""
+
+
+@pytest.fixture
+def theirs(objects: list[Path], tmp_path: Path) -> str:
+    """Another copy, under a name that no library of headrace asks for."""
+    library = tmp_path / "libtheirs.so"
+    compiler.build("-shared", "-Wl,-soname,libtheirs.so", *objects, "-o", library, "-ldl")
+    return str(library)
+
+
+def test_a_second_copy_is_refused_at_load(theirs: str) -> None:
+    """CS3: whoever brings it, whenever; programs that were loaded before go on."""
+    code = """
+import headrace
+from tests.contract import delegates
+from tests.contract.conftest import golden
+delegates.install(delegates.OneCall)
+program = golden("two_islands")
+before = headrace.load(program.path, device="cpu")
+ctypes.CDLL(other)
+refused(lambda: headrace.load(program.path, device="cpu"))
+refused(lambda: headrace.load(program.path, device="sim"))
+inputs, outputs = program.calls[0]
+(result,) = before["forward"](*inputs)
+np.testing.assert_allclose(result, outputs[0], rtol=1e-5)
+"""
+    assert succeeded(run_python(f"other = {theirs!r}\n{SECOND}{code}")) == "refused\n" * 2
+
+
+def test_a_second_copy_is_refused_at_import(theirs: str) -> None:
+    """CS3: one that was there first, before anything runs on either."""
+    code = """
+ctypes.CDLL(other)
+refused(lambda: importlib.import_module("headrace"))
+"""
+    assert succeeded(run_python(f"other = {theirs!r}\n{SECOND}{code}")) == "refused\n"

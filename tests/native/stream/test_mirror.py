@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.native import compiler
-from tests.native.stream.conftest import SHARED, Run
+from tests.native.conftest import SHARED
+from tests.native.stream.conftest import Run
 
 Copy = Callable[..., Path]
 Upstream = Callable[..., Path]

@@ -4,7 +4,7 @@
 #include <map>
 
 #include "device/record.h"
-#include "program/method.h"
+#include "program/instance.h"
 
 namespace headrace {
 
