@@ -27,7 +27,8 @@ inline Status not_a_stream(const std::string& device, int32_t device_id, const s
                    "CUDA_ERROR_CONTEXT_IS_DESTROYED)");
   if (owner != device_id && known_device(owner)) {
     return refusal(ErrorCode::kDevice, device, operation, expected,
-                   "stream " + hex(stream) + " of " + device_name_of(owner), "use a stream of " + device);
+                   "stream " + hex(stream) + " of " + device_name_of(owner, device),
+                   "use a stream of " + device);
   }
   return refusal(ErrorCode::kInput, device, operation, expected,
                  hex(stream) + ", which no stream of " + device + " ever was",

@@ -130,4 +130,9 @@ std::string device_name_of(int32_t id) {
   return name == registry().names.end() ? "device " + std::to_string(id) : name->second;
 }
 
+std::string device_name_of(int32_t id, const std::string& beside) {
+  std::string name = device_name_of(id);
+  return name == beside ? name + ", another device of that name" : name;
+}
+
 }  // namespace headrace

@@ -34,11 +34,12 @@ class Mirror {
     if (headrace_mirror_begin(&mirror_, selection) >= 0) return {};
     std::array<char, 4096> file{};
     (void)headrace_find_unmirrored(file.data(), file.size());
-    return Status(ErrorCode::kEngine,
-                  std::string(file.data()) +
-                      ": expected ExecuTorch's caller stream as its releases 1.4 and 1.5 have it, got one "
-                      "in which no stream can be selected from outside; delegates that read it would run elsewhere: "
-                      "remove that library, or use its version for executorch 1.5.1");
+    return Status(
+        ErrorCode::kEngine,
+        std::string(file.data()) +
+            ": expected ExecuTorch's caller stream as its releases 1.4 and 1.5 have it, got one "
+            "in which no stream can be selected from outside; delegates that read it would run elsewhere: "
+            "remove that library, or use its version for executorch 1.5.1");
   }
 
  private:

@@ -88,7 +88,8 @@ Status Instance::bind_tensor(size_t i, const Value& value, Call& call) {
   if (there && value.device != device_) {
     Status status(ErrorCode::kDevice, plan_.name + ", input " + std::to_string(i) + ": expected memory of " +
                                           device_->name() + " or of the host, got memory of " +
-                                          value.device->name() + "; copy it first");
+                                          device_name_of(value.device->id(), device_->name()) +
+                                          "; copy it first");
     status.device = value.device->name();
     return status;
   }
@@ -166,7 +167,8 @@ Status Instance::bind_output(size_t i, const Value* given, Call& call, Value& ou
   }
   if (given != nullptr && there && given->device != device_) {
     return Status(ErrorCode::kDevice, plan_.name + ", out " + std::to_string(i) + ": expected memory of " +
-                                          device_->name() + ", got memory of " + given->device->name());
+                                          device_->name() + ", got memory of " +
+                                          device_name_of(given->device->id(), device_->name()));
   }
   if (given != nullptr && given->block) {
     if (Status status = there ? given->block->order(call.settled.stream, true) : given->block->wait(true);

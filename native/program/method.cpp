@@ -55,12 +55,15 @@ void MethodPool::memory(std::vector<MemoryUse>& out) const {
   for (size_t i = 0; i < instances_.size(); ++i) {
     const auto& buffers = instances_[i]->buffers();
     for (size_t b = 1; b < buffers.size(); ++b) {
-      out.push_back({"planned", name_, static_cast<int>(i), buffers[b].device, buffers[b].nbytes});
+      bool host = buffers[b].device.kind == DeviceKind::kCpu;
+      out.push_back(
+          {"planned", name_, static_cast<int>(i), host ? "cpu" : device_->name(), buffers[b].nbytes});
     }
   }
-  out.push_back({"outputs", name_, -1, {}, shared_.host->nbytes()});
-  if (shared_.on_device)
-    out.push_back({"outputs", name_, -1, {DeviceKind::kCuda, 0}, shared_.on_device->nbytes()});
+  out.push_back({"outputs", name_, -1, "cpu", shared_.host->nbytes()});
+  if (shared_.on_device) {
+    out.push_back({"outputs", name_, -1, device_->name(), shared_.on_device->nbytes()});
+  }
 }
 
 Result<size_t> MethodPool::acquire() {
@@ -170,7 +173,7 @@ Result<Settled> MethodPool::settle(const CallOptions& options) const {
   }
   if (device != -1 && device != device_->id()) {
     Status status(ErrorCode::kDevice, name_ + ", stream: expected a stream of " + device_->name() +
-                                          ", got one of " + device_name_of(device) +
+                                          ", got one of " + device_name_of(device, device_->name()) +
                                           "; select a stream of the program's device");
     status.device = device_->name();
     return status;

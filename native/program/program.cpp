@@ -264,8 +264,8 @@ std::vector<MemoryUse> Program::memory() const {
   std::vector<MemoryUse> out;
   std::shared_ptr<ProgramCore> core = this->core();
   if (core == nullptr) return out;
-  out.push_back({"program", "", -1, {}, core->file->size()});
-  for (const auto& data : core->data) out.push_back({"data", "", -1, {}, data->size()});
+  out.push_back({"program", "", -1, "cpu", core->file->size()});
+  for (const auto& data : core->data) out.push_back({"data", "", -1, "cpu", data->size()});
   for (const auto& pool : pools_) pool->memory(out);
   return out;
 }

@@ -55,7 +55,8 @@ StreamHandle stream_or_own(nb::handle stream, const DeviceRef& device, const cha
   StreamChoice choice = to_stream(stream, device, where);
   if (choice.device != -1 && choice.device != device->id()) {
     Status status(ErrorCode::kDevice, std::string(where) + ", stream: expected a stream of " +
-                                          device->name() + ", got one of " + device_name_of(choice.device));
+                                          device->name() + ", got one of " +
+                                          device_name_of(choice.device, device->name()));
     status.device = device->name();
     raise(status);
   }
@@ -610,7 +611,8 @@ void bind_objects(nb::module_& m) {
         StreamChoice choice = to_stream(stream, of ? of->device : nullptr, "caller_stream");
         if (of != nullptr && choice.device != of->device->id()) {
           Status status(ErrorCode::kDevice, "caller_stream: expected a stream of " + of->device->name() +
-                                                ", got one of " + device_name_of(choice.device));
+                                                ", got one of " +
+                                                device_name_of(choice.device, of->device->name()));
           status.device = of->device->name();
           raise(status);
         }

@@ -231,8 +231,7 @@ NB_MODULE(_core, m) {
            [](const Program& self) {
              nb::list out;
              for (const MemoryUse& use : self.memory()) {
-               out.append(
-                   nb::make_tuple(use.what, use.method, use.instance, device_name(use.device), use.nbytes));
+               out.append(nb::make_tuple(use.what, use.method, use.instance, use.device, use.nbytes));
              }
              return out;
            })

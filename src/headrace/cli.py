@@ -172,7 +172,14 @@ def _read(name: str, expected: str) -> Any:
     try:
         with open(name, "rb") as file:
             loaded = np.load(file, allow_pickle=False)
-            return [loaded[key] for key in loaded.files] if isinstance(loaded, NpzFile) else loaded
+            if not isinstance(loaded, NpzFile):
+                return loaded
+            arrays = [loaded[key] for key in loaded.files]
+            if others := [
+                k for k, a in zip(loaded.files, arrays, strict=True) if not isinstance(a, np.ndarray)
+            ]:
+                raise ValueError(f"an archive whose member {others[0]!r} is no array")
+            return arrays
     except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as e:
         raise InputError(f"{name}: expected {expected}, got: {e}") from None
 

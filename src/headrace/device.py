@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from .engine import core
-from .errors import DeviceError, OptionError
+from .errors import DeviceError, InputError, OptionError
 
 __all__ = ["Buffer", "Device", "Event", "Partition", "Stream", "caller_stream", "current_stream", "device"]
 
@@ -109,7 +109,11 @@ class caller_stream:  # reads as a verb where it is used
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        formers = self._former[get_ident()]
+        formers = self._former.get(get_ident())
+        if not formers:
+            raise InputError(
+                "caller_stream: expected the end of a block on the thread that began it, got no block"
+            )
         core.restore(*formers.pop())
         if not formers:
             del self._former[get_ident()]

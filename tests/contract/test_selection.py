@@ -310,6 +310,12 @@ def test_a_stream_of_another_device_is_refused_before_anything_is_enqueued(sims:
             made = 1  # the stream in the line above
             assert device.calls() - device.calls("destroy_stream") - before == made
             assert device.pending == pending and other.calls() == 1
+            twin = headrace.device("sim")
+            twice = r"sim:0.*sim:0, another device of that name"
+            with pytest.raises(headrace.DeviceError, match=twice):
+                loaded["forward"](*x, stream=twin.stream())
+            with pytest.raises(headrace.DeviceError, match=twice):
+                loaded["forward"](*[twin.to_device(value) for value in x])
             assert program.right(loaded["forward"](*x))
 
 
@@ -322,6 +328,29 @@ def test_a_cpu_program_refuses_a_stream_of_a_device(late: Any) -> None:
         with headrace.caller_stream(late.stream()):
             assert program.right(loaded["forward"](*program.inputs()))
     assert late.calls("copy") == late.calls("call") == 0
+
+
+def test_a_block_ends_on_the_thread_that_began_it(late: Any) -> None:
+    """CS1: an end without a beginning says so, and leaves the selection."""
+    stream = late.stream()
+    block = headrace.caller_stream(stream)
+    with pytest.raises(headrace.InputError, match="got no block"):
+        block.__exit__(None, None, None)
+    with block:
+        failures: list[BaseException] = []
+
+        def end() -> None:
+            try:
+                block.__exit__(None, None, None)
+            except headrace.InputError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join()
+        assert len(failures) == 1
+        assert headrace.current_stream().handle == stream.handle
+    assert headrace.current_stream() is None
 
 
 def test_a_closed_stream_can_be_neither_selected_nor_used(devices: Devices) -> None:

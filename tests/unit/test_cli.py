@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +277,10 @@ def test_run_takes_a_method_data_files_and_threads(run: Any) -> None:
             "expected arrays written by numpy.savez, got a single array",
         ),
         (["add", "--ones", "--expect", "{tmp}/zip.npy"], "expected arrays written by numpy.savez, got: "),
+        (
+            ["add", "--ones", "--expect", "{tmp}/member.npz"],
+            "expected arrays written by numpy.savez, got: an archive whose member 'note' is no array",
+        ),
         (["add", "--ones", "--expect", "{tmp}/many.npz"], "many.npz: expected 1 arrays, one for each output"),
         (
             ["add", "--ones", "--expect", "{tmp}/texts.npz"],
@@ -306,6 +311,8 @@ def test_a_fault_of_the_command_line_or_an_input_ends_with_status_2(
     (tmp_path / "zip.npy").write_bytes(b"PK\x03\x04 but no archive")
     np.savez(tmp_path / "many.npz", np.ones(1), np.ones(1))
     np.savez(tmp_path / "texts.npz", np.array(["a"]))
+    with zipfile.ZipFile(tmp_path / "member.npz", "w") as archive:
+        archive.writestr("note", "no array")
     name, *rest = [a.replace("{tmp}", str(tmp_path)) for a in arguments]
     status, out, err = run("run", path(name), *rest)
     assert (status, out) == (2, "")

@@ -585,6 +585,12 @@ def test_what_is_no_file_is_a_program_error(tmp_path: Path) -> None:
         pte.read(tmp_path)
     with pytest.raises(ProgramError, match="null"):
         pte.read("a\0b")
+    for nothing in (None, 3, [b""]):
+        with pytest.raises(ProgramError, match=f"bytes of a file, got {type(nothing).__name__}"):
+            pte.read(nothing)  # type: ignore[arg-type]
+    of_bytes = type("Raw", (), {"__fspath__": lambda self: b"a.pte"})()
+    with pytest.raises(ProgramError, match="a path that is text"):
+        pte.read(of_bytes)
     fifo = tmp_path / "pipe"
     os.mkfifo(fifo)
     with pytest.raises(ProgramError, match="a regular file"):

@@ -382,6 +382,8 @@ HEADRACE_API void set_wait_hooks(WaitHooks hooks);
 
 // The name of the device that has, or had, this Device::id(); "device N" where there was none.
 HEADRACE_API std::string device_name_of(int32_t id);
+// The same in a message beside another device's name: simulated devices may share one.
+HEADRACE_API std::string device_name_of(int32_t id, const std::string& beside);
 
 // Counts of the calling thread, so that a call can say what it did. Monotonic. The bytes are counted by
 // copy() of a device whose memory the host does not share, once for each copy; copies on the cpu are none.

@@ -107,7 +107,7 @@ struct MemoryUse {
   std::string what;  // "program", "data", "planned", "outputs"
   std::string method;
   int instance = -1;
-  DeviceId device;
+  std::string device;  // the name of the device it lies on, whatever the program was planned for
   size_t nbytes = 0;
 };
 

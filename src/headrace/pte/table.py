@@ -50,11 +50,11 @@ def opened(source: Source) -> Iterator[File]:
         data = bytes(source)
         yield File("<bytes>", io.BytesIO(data), len(data))
         return
+    if not isinstance(source, str | os.PathLike):
+        raise ProgramError(f"expected a path or the bytes of a file, got {type(source).__name__}")
     name = os.fspath(source)
     if not isinstance(name, str):
-        raise TypeError(
-            f"headrace.pte: expected a path or the bytes of a file, got a path of {type(name).__name__}"
-        )
+        raise ProgramError(f"expected a path that is text, got {name!r}")
     try:
         # Not blocking: opening a pipe would wait for its writer.
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
