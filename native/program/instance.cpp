@@ -5,10 +5,10 @@
 #include <cstring>
 #include <new>
 
-#include "device/record.h"
 #include "headrace/caller_stream.h"
 #include "program/engine.h"
 #include "program/exit.h"
+#include "program/instance_record.h"
 #include "program/log.h"
 #include "program/text.h"
 #include "program/xnnpack.h"
@@ -268,13 +268,15 @@ Status Instance::execute(const Settled& settled) {
   };
   LogScope log(LogScope::kThrow);
   et::Error error = et::Error::Ok;
-  if (!plan_.loops) {
-    error = unless_it_aborts(
-        [&] { return record::recording() ? execute_recorded(settled) : method_->execute(); });
+  std::optional<Walk> walk;
+  if (record::recording()) walk.emplace(*this, settled);
+  if (!walk && !plan_.loops) {
+    error = unless_it_aborts([&] { return method_->execute(); });
   } else {
     int64_t steps = 0;
-    while ((error = unless_it_aborts([&] { return method_->step(); })) == et::Error::Ok) {
-      if (++steps < core_.max_steps) continue;
+    auto step = [&] { return walk ? walk->step() : method_->step(); };
+    while ((error = unless_it_aborts(step)) == et::Error::Ok) {
+      if (!plan_.loops || ++steps < core_.max_steps) continue;
       torn_ = true;
       return Status(ErrorCode::kDelegate,
                     plan_.name + ": expected a loop to end within " + std::to_string(core_.max_steps) +
@@ -282,6 +284,7 @@ Status Instance::execute(const Settled& settled) {
                         "if it is meant to take that long");
     }
     if (error == et::Error::EndOfMethod) error = method_->reset_execution();
+    // The engine stays where a step failed, takes no inputs there, and has no way back.
     torn_ = error != et::Error::Ok;
   }
   if (error == et::Error::Ok) return {};

@@ -113,9 +113,8 @@ class Instance {
   Status bind_output(size_t i, const Value* given, Call& call, Value& out);
   Status collect_output(size_t i, const Value* given, Call& call, Value& out);
   Status execute(const Settled& settled);
-  // instance_record.cpp: the same, instruction by instruction, for whoever records.
+  // instance_record.h: the same, instruction by instruction, for whoever records.
   class Walk;
-  executorch::runtime::Error execute_recorded(const Settled& settled);
   std::vector<std::string> value_labels() const;
   Status begin(Call& call);
   Status finish(Call& call);

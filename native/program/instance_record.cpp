@@ -1,10 +1,6 @@
-// A recorded call walks the method instruction by instruction, so that each delegate call and CPU kernel is
-// in the record with the memory that it reads and writes.
-#include <algorithm>
-#include <map>
+#include "program/instance_record.h"
 
-#include "device/record.h"
-#include "program/instance.h"
+#include <algorithm>
 
 namespace headrace {
 
@@ -14,123 +10,100 @@ namespace et = executorch::runtime;
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 
-class Instance::Walk {
- public:
-  Walk(Instance& self, const Settled& settled) : self_(self), settled_(settled) {}
+Instance::Walk::Walk(Instance& self, const Settled& settled) : self_(self), settled_(settled) {
+  if (self.islands_.empty()) self.islands_ = islands_of(self.plan_);
+}
 
-  et::Error step() {
-    const auto& chains = self_.plan_.chains;
-    const Instruction* in = nullptr;
-    if (known_ && chain_ < chains.size() && at_ < chains[chain_].size()) in = &chains[chain_][at_];
-    std::optional<record::IslandScope> island;
-    if (in != nullptr) announce(*in, island);
-    et::Error error = self_.method_->step();
-    if (error != et::Error::Ok || !known_ || chain_ == chains.size()) return error;
-    if (in != nullptr) {
-      if (in->kind == InstructionKind::kMove) moved_[in->destination] = source(in->target);
-      if (in->kind == InstructionKind::kJumpFalse) lose(*in);
-      ++at_;
-      ++instruction_;
-    }
-    if (at_ >= chains[chain_].size()) {
-      ++chain_;
-      at_ = 0;
-    }
-    return error;
+et::Error Instance::Walk::step() {
+  const auto& chains = self_.plan_.chains;
+  const Instruction* in = nullptr;
+  if (known_ && chain_ < chains.size() && at_ < chains[chain_].size()) in = &chains[chain_][at_];
+  std::optional<record::IslandScope> island;
+  if (in != nullptr) announce(*in, island);
+  et::Error error = self_.method_->step();
+  if (error != et::Error::Ok || !known_ || chain_ == chains.size()) return error;
+  if (in != nullptr) {
+    if (in->kind == InstructionKind::kMove) moved_[in->destination] = source(in->target);
+    if (in->kind == InstructionKind::kJumpFalse) lose();
+    ++at_;
+    ++instruction_;
   }
-
- private:
-  int32_t source(int32_t value) const {
-    auto found = moved_.find(value);
-    return found == moved_.end() ? value : found->second;
+  if (at_ >= chains[chain_].size()) {
+    ++chain_;
+    at_ = 0;
   }
-
-  // The engine does not say where it goes from a jump. Delegates that tell the record themselves still do.
-  void lose(const Instruction&) {
-    known_ = false;
-    std::string what = self_.plan_.name +
-                       ": CPU kernels and native delegates behind the jump at instruction " +
-                       std::to_string(instruction_);
-    (void)record::add(nullptr, record::Kind::kUnseen, 0, 0, {}, 0, what.c_str());
-  }
-
-  void take(int32_t value, bool write, std::vector<record::Touch>& out) const {
-    const ValuePlan& plan = self_.plan_.values[static_cast<size_t>(value)];
-    if (plan.kind == ValueKind::kTensorList || plan.kind == ValueKind::kOptionalTensorList) {
-      for (int32_t item : plan.items) {
-        if (item >= 0) take(item, write, out);
-      }
-      return;
-    }
-    int32_t where = source(value);
-    const TensorPlan* t = self_.plan_.tensor_of(where);
-    if (t == nullptr || t->storage == Storage::kConstant || t->storage == Storage::kExternal) return;
-    const void* data = self_.planned_address(*t);
-    size_t nbytes = t->nbytes;
-    if (data == nullptr) {
-      auto among = [&](const std::vector<int32_t>& values) {
-        return static_cast<size_t>(std::find(values.begin(), values.end(), where) - values.begin());
-      };
-      size_t input = among(self_.plan_.inputs), output = among(self_.plan_.outputs);
-      const et::EValue* bound = input < self_.plan_.inputs.size()     ? &self_.method_->get_input(input)
-                                : output < self_.plan_.outputs.size() ? &self_.method_->get_output(output)
-                                                                      : nullptr;
-      if (bound == nullptr || !bound->isTensor()) return;
-      data = bound->toTensor().const_data_ptr();
-      nbytes = std::min<size_t>(nbytes, bound->toTensor().nbytes());
-    }
-    out.push_back(record::touch(data, nbytes, write, value));
-  }
-
-  void announce(const Instruction& in, std::optional<record::IslandScope>& island) {
-    std::vector<record::Touch> touches;
-    if (in.kind == InstructionKind::kDelegate) {
-      auto found = std::find_if(self_.islands_.begin(), self_.islands_.end(),
-                                [&](const IslandPlan& plan) { return plan.instruction == instruction_; });
-      // Where nothing says which arguments are results, the last is.
-      auto inputs = static_cast<size_t>(found->num_inputs < 0 ? in.args.size() - 1 : found->num_inputs);
-      bool on_device = false;
-      for (size_t i = 0; i < in.args.size(); ++i) {
-        take(in.args[i], i >= inputs, touches);
-        const TensorPlan* t = self_.plan_.tensor_of(in.args[i]);
-        on_device |= t != nullptr && self_.apart(*t);
-      }
-      const Device& device = on_device ? *self_.device_ : *cpu_device();
-      island.emplace(device, on_device ? settled_.stream : kPerThreadStream,
-                     self_.plan_.delegates[static_cast<size_t>(in.target)].id, instruction_, touches);
-      return;
-    }
-    if (in.kind != InstructionKind::kKernel || !self_.uses_device_) return;
-    const std::string& name = self_.plan_.operators[static_cast<size_t>(in.target)];
-    // Copies between host and device are written down where the device is asked for them; a view touches
-    // nothing.
-    if (name.starts_with("et_copy::") || name == "executorch_prim::et_view.default") return;
-    for (size_t i = 0; i < in.args.size(); ++i) {
-      bool result = i + 1 == in.args.size() || std::count(in.args.begin(), in.args.end(), in.args[i]) > 1;
-      take(in.args[i], result, touches);
-    }
-    if (touches.empty()) return;
-    (void)record::add(nullptr, record::Kind::kTouch, 0, 0, touches, 0, name.c_str());
-  }
-
-  Instance& self_;
-  const Settled& settled_;
-  size_t chain_ = 0, at_ = 0;
-  int32_t instruction_ = 0;  // counted over all chains
-  bool known_ = true;        // which instruction is next
-  std::map<int32_t, int32_t> moved_;
-};
-
-et::Error Instance::execute_recorded(const Settled& settled) {
-  if (islands_.empty()) islands_ = islands_of(plan_);
-  Walk walk(*this, settled);
-  et::Error error = et::Error::Ok;
-  while ((error = walk.step()) == et::Error::Ok) {
-  }
-  if (error == et::Error::EndOfMethod) error = method_->reset_execution();
-  // The engine stays where a step failed, takes no inputs there, and has no way back.
-  torn_ = error != et::Error::Ok;
   return error;
+}
+
+int32_t Instance::Walk::source(int32_t value) const {
+  auto found = moved_.find(value);
+  return found == moved_.end() ? value : found->second;
+}
+
+void Instance::Walk::lose() {
+  known_ = false;
+  std::string what = self_.plan_.name + ": CPU kernels and native delegates behind the jump at instruction " +
+                     std::to_string(instruction_);
+  (void)record::add(nullptr, record::Kind::kUnseen, 0, 0, {}, 0, what.c_str());
+}
+
+void Instance::Walk::take(int32_t value, bool write, std::vector<record::Touch>& out) const {
+  const ValuePlan& plan = self_.plan_.values[static_cast<size_t>(value)];
+  if (plan.kind == ValueKind::kTensorList || plan.kind == ValueKind::kOptionalTensorList) {
+    for (int32_t item : plan.items) {
+      if (item >= 0) take(item, write, out);
+    }
+    return;
+  }
+  int32_t where = source(value);
+  const TensorPlan* t = self_.plan_.tensor_of(where);
+  if (t == nullptr || t->storage == Storage::kConstant || t->storage == Storage::kExternal) return;
+  const void* data = self_.planned_address(*t);
+  size_t nbytes = t->nbytes;
+  if (data == nullptr) {
+    auto among = [&](const std::vector<int32_t>& values) {
+      return static_cast<size_t>(std::find(values.begin(), values.end(), where) - values.begin());
+    };
+    size_t input = among(self_.plan_.inputs), output = among(self_.plan_.outputs);
+    const et::EValue* bound = input < self_.plan_.inputs.size()     ? &self_.method_->get_input(input)
+                              : output < self_.plan_.outputs.size() ? &self_.method_->get_output(output)
+                                                                    : nullptr;
+    if (bound == nullptr || !bound->isTensor()) return;
+    data = bound->toTensor().const_data_ptr();
+    nbytes = std::min<size_t>(nbytes, bound->toTensor().nbytes());
+  }
+  out.push_back(record::touch(data, nbytes, write, value));
+}
+
+void Instance::Walk::announce(const Instruction& in, std::optional<record::IslandScope>& island) {
+  std::vector<record::Touch> touches;
+  if (in.kind == InstructionKind::kDelegate) {
+    auto found = std::find_if(self_.islands_.begin(), self_.islands_.end(),
+                              [&](const IslandPlan& plan) { return plan.instruction == instruction_; });
+    // Where nothing says which arguments are results, the last is.
+    auto inputs = static_cast<size_t>(found->num_inputs < 0 ? in.args.size() - 1 : found->num_inputs);
+    bool on_device = false;
+    for (size_t i = 0; i < in.args.size(); ++i) {
+      take(in.args[i], i >= inputs, touches);
+      const TensorPlan* t = self_.plan_.tensor_of(in.args[i]);
+      on_device |= t != nullptr && self_.apart(*t);
+    }
+    const Device& device = on_device ? *self_.device_ : *cpu_device();
+    island.emplace(device, on_device ? settled_.stream : kPerThreadStream,
+                   self_.plan_.delegates[static_cast<size_t>(in.target)].id, instruction_, touches);
+    return;
+  }
+  if (in.kind != InstructionKind::kKernel || !self_.uses_device_) return;
+  const std::string& name = self_.plan_.operators[static_cast<size_t>(in.target)];
+  // Copies between host and device are written down where the device is asked for them; a view touches
+  // nothing.
+  if (name.starts_with("et_copy::") || name == "executorch_prim::et_view.default") return;
+  for (size_t i = 0; i < in.args.size(); ++i) {
+    bool result = i + 1 == in.args.size() || std::count(in.args.begin(), in.args.end(), in.args[i]) > 1;
+    take(in.args[i], result, touches);
+  }
+  if (touches.empty()) return;
+  (void)record::add(nullptr, record::Kind::kTouch, 0, 0, touches, 0, name.c_str());
 }
 #pragma GCC diagnostic pop
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,24 @@ def test_call_that_failed_leaves_the_next_one_right() -> None:
             np.testing.assert_array_equal(y, want)
     assert record.check().unseen == ()
     assert len(record.log.islands) == 2 + 3 * 25
+
+
+def test_what_lies_behind_a_jump_is_told_as_unseen() -> None:
+    """OR5: the record says what it could not see; the answers and the bound on a loop's length stay."""
+    program = programs.load("loop")
+    call = program.calls[0]
+    inputs = [value.data for value in call.inputs]
+    with headrace.load(program.path) as loaded:
+        with headrace.record() as record:
+            (result,) = loaded["forward"](*inputs)
+            np.testing.assert_array_equal(result, call.outputs[0].data)
+        (unseen,) = record.findings().unseen
+        assert re.match(r"forward: CPU kernels .* behind the jump at instruction \d+", unseen)
+    with headrace.load(program.path, max_steps=3) as loaded, headrace.record():
+        with pytest.raises(headrace.DelegateError, match="within 3 instructions"):
+            loaded["forward"](*inputs)
+        with pytest.raises(headrace.DelegateError, match="within 3 instructions"):
+            loaded["forward"](*inputs)
 
 
 # -------------------------------------------------------- the ordering test
