@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 
+#include "device/record.h"
 #include "headrace/caller_stream.h"
 #include "python/gil.h"
 #include "python/objects.h"
@@ -193,6 +194,55 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
   return result;
 }
 
+// The Buffers that work on a stream touches.
+struct Touched {
+  std::vector<Access> accesses;
+  std::vector<std::pair<BlockRef, bool>> blocks;  // to be told of that work
+  nb::list kept;
+};
+
+Touched touched_by(const PyStream& stream, nb::iterable reads, nb::iterable writes, const char* where) {
+  Touched out;
+  for (auto [list, write] : {std::pair{reads, false}, std::pair{writes, true}}) {
+    for (nb::handle item : list) {
+      Buffer* buffer = nullptr;
+      if (!nb::try_cast(item, buffer) || buffer == nullptr) {
+        raise(Status(ErrorCode::kInput, std::string(where) + (write ? ", writes" : ", reads") +
+                                            ": expected Buffers, got " + Py_TYPE(item.ptr())->tp_name));
+      }
+      out.accesses.push_back({buffer->view.data, buffer->view.nbytes(), write});
+      if (buffer->block && buffer->device == stream.device) out.blocks.emplace_back(buffer->block, write);
+      out.kept.append(item);
+    }
+  }
+  return out;
+}
+
+// Whoever uses these Buffers from now on comes behind what is on the stream.
+void mark_all_used(const PyStream& stream, StreamHandle handle, const Touched& touched) {
+  check(unlocked([&] {
+    Status status;
+    for (const auto& [block, write] : touched.blocks) {
+      if (status.ok()) status = mark_used(*stream.device, handle, *block, write);
+    }
+    // Without an event the memory could be used again before the work is done.
+    if (!status.ok()) (void)drain(*stream.device->device, handle);
+    return status;
+  }));
+}
+
+void declare(PyStream& stream, nb::iterable reads, nb::iterable writes, const std::string& name) {
+  StreamHandle handle = usable(stream);
+  Touched touched = touched_by(stream, reads, writes, "Stream.declare");
+  if (record::recording()) {
+    std::vector<record::Touch> touches;
+    for (const Access& a : touched.accesses) touches.push_back(record::touch(a.data, a.nbytes, a.write));
+    (void)record::add(stream.device->device.get(), record::Kind::kCall, handle, 0, touches, 0,
+                      name.empty() ? nullptr : name.c_str());
+  }
+  mark_all_used(stream, handle, touched);
+}
+
 void call(PyStream& stream, nb::object function, nb::iterable reads, nb::iterable writes) {
   if (!PyCallable_Check(function.ptr())) {
     raise(Status(ErrorCode::kInput, "Stream.call: expected a function without arguments, got " +
@@ -208,22 +258,8 @@ void call(PyStream& stream, nb::object function, nb::iterable reads, nb::iterabl
                      "where Python functions cannot run in stream order; launch on "
                      "stream.handle by a library such as CuPy or cuda.core"));
   }
-  std::vector<Access> accesses;
-  std::vector<std::pair<BlockRef, bool>> blocks;
-  nb::list kept;
-  for (auto [list, write] : {std::pair{reads, false}, std::pair{writes, true}}) {
-    for (nb::handle item : list) {
-      Buffer* buffer = nullptr;
-      if (!nb::try_cast(item, buffer) || buffer == nullptr) {
-        raise(Status(ErrorCode::kInput, std::string("Stream.call, ") + (write ? "writes" : "reads") +
-                                            ": expected Buffers, got " + Py_TYPE(item.ptr())->tp_name));
-      }
-      accesses.push_back({buffer->view.data, buffer->view.nbytes(), write});
-      if (buffer->block && buffer->device == stream.device) blocks.emplace_back(buffer->block, write);
-      kept.append(item);
-    }
-  }
-  std::shared_ptr<void> held = hold(nb::make_tuple(function, kept));
+  Touched touched = touched_by(stream, reads, writes, "Stream.call");
+  std::shared_ptr<void> held = hold(nb::make_tuple(function, touched.kept));
   HostFunction run = [held, name = stream.device->device->name()]() -> Status {
     if (!nb::is_alive()) {
       return Status(ErrorCode::kDevice, name + ", stream.call: expected a running interpreter, got its end");
@@ -243,16 +279,9 @@ void call(PyStream& stream, nb::object function, nb::iterable reads, nb::iterabl
       return status;
     }
   };
-  check(unlocked([&] { return stream.device->device->call(handle, std::move(run), std::move(accesses)); }));
-  check(unlocked([&] {
-    Status status;
-    for (auto& [block, write] : blocks) {
-      if (status.ok()) status = mark_used(*stream.device, handle, *block, write);
-    }
-    // Without an event the memory could be used again before the work is done.
-    if (!status.ok()) (void)drain(*stream.device->device, handle);
-    return status;
-  }));
+  check(unlocked(
+      [&] { return stream.device->device->call(handle, std::move(run), std::move(touched.accesses)); }));
+  mark_all_used(stream, handle, touched);
 }
 
 std::shared_ptr<SimDevice> sim_of(PyDevice& device, const char* what) {
@@ -534,6 +563,13 @@ void bind_objects(nb::module_& m) {
            "touches: they are kept, and whoever checks the order knows them. Inside it Buffer.numpy() is the "
            "memory itself. "
            "It must not call the device. What it raises is raised by the next wait for anything behind it.")
+      .def("declare", &declare, nb::arg("reads") = nb::tuple(), nb::arg("writes") = nb::tuple(),
+           nb::arg("name") = "",
+           "Say that work which another library has just enqueued on this stream reads and writes these "
+           "Buffers. Whatever uses them through headrace from now on comes behind that work, Buffer.numpy() "
+           "too, their memory is not given to others before it is done, and a record that is open has it as "
+           "one "
+           "operation on this stream, called `name`. Does not wait. Raises InputError for what is no Buffer.")
       .def("close", &close_stream,
            "End the stream; work on it goes on. It can be neither used nor selected afterwards.")
       .def("__eq__",

@@ -8,6 +8,7 @@ for 1,000). A failure says which device it was.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,17 +29,27 @@ SEEDS = int(os.environ.get("HEADRACE_SEEDS", "200"))
 Make = Callable[[], Iterator[Any]]
 
 
+def _settled_gpu() -> Any:
+    """The one GPU of the process, with nothing in flight and nothing kept for later."""
+    gpu = headrace.device("cuda:0")
+    gpu.synchronize()
+    gc.collect()
+    gpu.trim()
+    return gpu
+
+
 def _seeds() -> Iterator[Any]:
     for seed in range(SEEDS):
         yield headrace.device("sim", schedule=seed)
 
 
-# Every device the suite runs on. A GPU is one more line.
+# Every device the suite runs on.
 DEVICES: dict[str, Make] = {
     "cpu": lambda: iter([headrace.device("cpu")]),
     "sim-eager": lambda: iter([headrace.device("sim", schedule="eager")]),
     "sim-late": lambda: iter([headrace.device("sim", schedule="late")]),
     "sim-seeds": _seeds,
+    "cuda": lambda: iter([_settled_gpu()]),
 }
 SIMS = [name for name in DEVICES if name.startswith("sim")]
 
@@ -76,7 +87,9 @@ class Devices:
         return self.name == "sim-late"
 
 
-@pytest.fixture(params=list(DEVICES))
+@pytest.fixture(
+    params=[pytest.param(n, marks=pytest.mark.cuda) if n == "cuda" else n for n in DEVICES],
+)
 def devices(request: pytest.FixtureRequest) -> Devices:
     return Devices(request.param)
 

@@ -2,7 +2,8 @@
 
 Their payload is the graph of ``tests/programs/graph.py``. Each class below is one way of working on the stream
 of a call; what a program answers may not depend on which one is there. ``install`` puts one behind both names,
-for programs loaded from then on. A delegate for another kind of device is one more entry of ``WAYS``.
+for programs loaded from then on. On a GPU, where a Python function cannot run in stream order, ``put`` launches the
+same graph as CuPy's kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NAMES = ("TestA", "TestB")
 
 
 class Base(headrace.Delegate):
-    """Computes the graph of its payload in one host function on the stream of the call."""
+    """Computes the graph of its payload in one host function on the stream of the call; on a GPU, in kernels."""
 
     # Whether shapes differ from call to call.
     dynamic = False
@@ -38,12 +39,15 @@ class Base(headrace.Delegate):
             type(self).on_run(stream)
         self.enqueue(inputs, outputs, stream)
 
-    def body(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
+    def settle_shapes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """The shapes of this call: outputs come with the greatest ones of the plan."""
         if self.dynamic:
-            # The shapes of this call: outputs come with the greatest ones of the plan.
             shapes = self.compute([np.ones(b.shape, b.dtype) for b in inputs])
             for buffer, like in zip(outputs, shapes, strict=True):
                 buffer.resize(like.shape)
+
+    def body(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[], None]:
+        self.settle_shapes(inputs, outputs)
 
         def work() -> None:
             for buffer, result in zip(outputs, self.compute([b.numpy() for b in inputs]), strict=True):
@@ -51,8 +55,19 @@ class Base(headrace.Delegate):
 
         return work
 
+    def put(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
+        """The graph, on this stream, declared."""
+        if not stream.device.name.startswith("cuda"):
+            stream.call(self.body(inputs, outputs), reads=inputs, writes=outputs)
+            return
+        from tests.cuda import kernels
+
+        self.settle_shapes(inputs, outputs)
+        kernels.launch(self.graph, inputs, outputs, stream)
+        stream.declare(inputs, outputs)
+
     def enqueue(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
-        stream.call(self.body(inputs, outputs), reads=inputs, writes=outputs)
+        self.put(inputs, outputs, stream)
 
 
 class OneCall(Base):
@@ -63,6 +78,9 @@ class CallForEachStep(Base):
     """Every operation of the graph is a host function of its own; what is between them is the delegate's memory."""
 
     def enqueue(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
+        if stream.device.name.startswith("cuda"):
+            self.put(inputs, outputs, stream)  # a kernel or more for each step as it is
+            return
         values: dict[str, Any] = dict(self.graph["constants"])
 
         def fetch() -> None:
@@ -92,7 +110,7 @@ class SideStream(Base):
     def enqueue(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
         side = stream.device.stream()
         side.wait(stream.record())
-        side.call(self.body(inputs, outputs), reads=inputs, writes=outputs)
+        self.put(inputs, outputs, side)
         stream.wait(side.record())
 
 
@@ -103,7 +121,7 @@ class CurrentStream(Base):
         selected = headrace.current_stream()
         if selected is None:  # on the cpu there is nothing to select
             selected = stream
-        selected.call(self.body(inputs, outputs), reads=inputs, writes=outputs)
+        self.put(inputs, outputs, selected)
 
 
 WAYS: dict[str, type[Base]] = {
@@ -120,12 +138,12 @@ class OwnStream(Base):
     def enqueue(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
         if not hasattr(self, "own"):
             self.own = stream.device.stream()
-        self.own.call(self.body(inputs, outputs), reads=inputs, writes=outputs)
+        self.put(inputs, outputs, self.own)
 
 
 class OwnStreamEveryTime(Base):
     def enqueue(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
-        stream.device.stream().call(self.body(inputs, outputs), reads=inputs, writes=outputs)
+        self.put(inputs, outputs, stream.device.stream())
 
 
 WRONG: dict[str, type[Base]] = {"a stream for each delegate": OwnStream, "for each call": OwnStreamEveryTime}

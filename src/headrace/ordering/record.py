@@ -168,7 +168,7 @@ class Log:
             Kind.FREE: "free",
             Kind.COPY: "copy",
             Kind.FILL: "fill",
-            Kind.CALL: "call",
+            Kind.CALL: entry.name or "call",
             Kind.TOUCH: entry.name or "host access",
         }.get(kind, kind.name.lower())
         return f"{what} ({where})" if where else what
