@@ -359,6 +359,12 @@ Status CudaDevice::do_trim() {
   HEADRACE_CURRENT("trim");
   Relaxed relaxed(driver_);
   reap();
+  std::vector<RestingStream> resting;
+  {
+    std::unique_lock lock(streams_mutex_);
+    resting.swap(resting_);
+  }
+  end(resting);
   HEADRACE_DRIVER("trim", MemPoolTrimTo(pool_, 0));
   return {};
 }
@@ -385,25 +391,50 @@ Result<StreamHandle> CudaDevice::do_create_stream(const StreamOptions& options) 
   // Greatest is the most urgent, the lower number (cuCtxGetStreamPriorityRange).
   int priority = std::clamp(options.priority, std::min(greatest_priority_, least_priority_),
                             std::max(greatest_priority_, least_priority_));
-  cu::Stream stream = nullptr;
-  if (partition) {
-    HEADRACE_DRIVER("create_stream",
-                    GreenCtxStreamCreate(&stream, partition->context(), cu::kStreamNonBlocking, priority));
-  } else {
-    HEADRACE_DRIVER("create_stream", StreamCreateWithPriority(
-                                         &stream, options.blocking ? 0u : cu::kStreamNonBlocking, priority));
-  }
-  OwnStream made;
-  made.partition = std::move(partition);
-  if (cu::Code code = driver_.StreamGetId(stream, &made.id); code != cu::kSuccess) {
-    (void)driver_.StreamDestroy(stream);
-    return failed("create_stream", code);
-  }
-  auto handle = reinterpret_cast<StreamHandle>(stream);
+  OwnStream made{options.blocking, priority, std::move(partition)};
+  auto stream = stream_for(made);
+  if (!stream.ok()) return stream.status();
   std::unique_lock lock(streams_mutex_);
-  ended_.erase(handle);
-  streams_[handle] = std::move(made);
-  return handle;
+  ended_.erase(*stream);
+  streams_[*stream] = std::move(made);
+  return stream;
+}
+
+Result<StreamHandle> CudaDevice::stream_for(const OwnStream& options) {
+  {
+    Relaxed relaxed(driver_);
+    std::unique_lock lock(streams_mutex_);
+    std::vector<RestingStream>& resting = options.partition ? options.partition->resting : resting_;
+    for (size_t i = 0; i < resting.size(); ++i) {
+      if (resting[i].blocking != options.blocking || resting[i].priority != options.priority) continue;
+      // Work of the former owner would be in the way of the next one's.
+      if (driver_.StreamQuery(resting[i].stream) != cu::kSuccess) continue;
+      auto handle = reinterpret_cast<StreamHandle>(resting[i].stream);
+      resting.erase(resting.begin() + static_cast<std::ptrdiff_t>(i));
+      return handle;
+    }
+  }
+  cu::Stream stream = nullptr;
+  if (options.partition) {
+    HEADRACE_DRIVER("create_stream", GreenCtxStreamCreate(&stream, options.partition->context(),
+                                                          cu::kStreamNonBlocking, options.priority));
+  } else {
+    HEADRACE_DRIVER(
+        "create_stream",
+        StreamCreateWithPriority(&stream, options.blocking ? 0u : cu::kStreamNonBlocking, options.priority));
+  }
+  return reinterpret_cast<StreamHandle>(stream);
+}
+
+void CudaDevice::end(std::vector<RestingStream>& streams) {
+  for (const RestingStream& resting : streams) {
+    {
+      std::unique_lock lock(streams_mutex_);
+      ended_.erase(reinterpret_cast<StreamHandle>(resting.stream));
+    }
+    (void)driver_.StreamDestroy(resting.stream);
+  }
+  streams.clear();
 }
 
 Status CudaDevice::do_destroy_stream(StreamHandle handle) {
@@ -418,7 +449,7 @@ Status CudaDevice::do_destroy_stream(StreamHandle handle) {
                      stream_name(handle), "leave it to its owner");
     ended = std::move(found->second);
     streams_.erase(found);
-    ended_[handle] = ended.id;
+    ended_.insert(handle);
     any_ended_ = true;
   }
   calls_.destroyed(stream_key(handle));
@@ -428,35 +459,34 @@ Status CudaDevice::do_destroy_stream(StreamHandle handle) {
     captures_.erase(stream_key(handle));
     capturing_ = static_cast<int>(captures_.size());
   }
+  if (auto busy = capturing("destroy_stream", handle); !busy.ok() || *busy) {
+    // A stream in a capture cannot be given to others: it goes, and its handle is refused for good.
+    cu::Code code = driver_.StreamDestroy(raw(handle));
+    reap();
+    return code == cu::kSuccess ? Status() : failed("destroy_stream", code);
+  }
   std::shared_ptr<CudaEvent> last;
   if (ended.partition) {
     // Work that goes on keeps its SMs.
-    auto busy = capturing("destroy_stream", handle);
-    if (auto event = make_event(false); busy.ok() && !*busy && event.ok() &&
-                                        driver_.EventRecord((*event)->event, raw(handle)) == cu::kSuccess)
+    if (auto event = make_event(false);
+        event.ok() && driver_.EventRecord((*event)->event, raw(handle)) == cu::kSuccess)
       last = *event;
   }
-  cu::Code code = driver_.StreamDestroy(raw(handle));
+  {
+    std::unique_lock lock(streams_mutex_);
+    auto& resting = ended.partition ? ended.partition->resting : resting_;
+    resting.push_back({raw(handle), ended.blocking, ended.priority});
+  }
   if (last) retire(std::move(last), {std::move(ended.partition)});
   reap();
-  return code == cu::kSuccess ? Status() : failed("destroy_stream", code);
+  return {};
 }
 
 Status CudaDevice::check_ended(const char* operation, StreamHandle stream) const {
   if (!any_ended_ || stream == kLegacyStream || stream == kPerThreadStream) return {};
-  unsigned long long former = 0;
   {
     std::shared_lock lock(streams_mutex_);
-    auto found = ended_.find(stream);
-    if (found == ended_.end()) return {};
-    former = found->second;
-  }
-  // The driver uses addresses again, numbers never (cuStreamGetId): another number is somebody's new stream.
-  unsigned long long id = former;
-  if (driver_.StreamGetId(raw(stream), &id) == cu::kSuccess && id != former) {
-    std::unique_lock lock(streams_mutex_);
-    ended_.erase(stream);
-    return {};
+    if (!ended_.contains(stream)) return {};
   }
   return refusal(ErrorCode::kInput, name(), operation, "a live stream of " + name(),
                  "stream " + hex(stream) + ", destroyed", "use a stream only while its owner keeps it");

@@ -13,6 +13,7 @@
 #include <shared_mutex>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "device/cuda_call.h"
@@ -124,6 +125,13 @@ class CudaSms {
   bool left_over_ = false;  // whether the last of groups_ is the remainder
 };
 
+// A stream that was destroyed by its owner and waits for the next one.
+struct RestingStream {
+  cu::Stream stream = nullptr;
+  bool blocking = false;
+  int priority = 0;
+};
+
 class CudaPartition final : public Partition {
  public:
   CudaPartition(CudaDevice& device, CudaSms::Part part);
@@ -134,6 +142,8 @@ class CudaPartition final : public Partition {
   // Makes the context. Nothing is left behind by a failure.
   Status open();
   cu::GreenContext context() const { return context_; }
+  // Under the device's lock of streams. They end with the partition.
+  std::vector<RestingStream> resting;
 
  private:
   CudaDevice& device_;
@@ -157,6 +167,8 @@ class CudaDevice final : public Device {
   Status failed(const char* operation, cu::Code code) const;
   // Keeps `keep` until the work behind `event` is done. Never waits.
   void retire(std::shared_ptr<CudaEvent> event, Keep keep);
+  // Destroys them for good; from now on their handles may be somebody else's.
+  void end(std::vector<RestingStream>& streams);
 
  private:
   CudaDevice(const cu::Driver& driver, int ordinal, cu::Device device);
@@ -202,10 +214,13 @@ class CudaDevice final : public Device {
   Result<bool> on_device(const char* operation, const void* data, size_t nbytes) const;
 
   struct OwnStream {
-    unsigned long long id = 0;
+    bool blocking = false;
+    int priority = 0;
     std::shared_ptr<CudaPartition> partition;
   };
-  // kInput: a stream of ours that was destroyed, as far as the handle is not in use again.
+  // A stream of the driver for these options, one that rests or a new one.
+  Result<StreamHandle> stream_for(const OwnStream& options);
+  // kInput: a stream of ours that was destroyed.
   Status check_ended(const char* operation, StreamHandle stream) const;
   Status check_foreign(const char* operation, StreamHandle stream) const;
   std::shared_ptr<CudaPartition> partition_of(StreamHandle stream) const;
@@ -239,8 +254,11 @@ class CudaDevice final : public Device {
 
   mutable std::shared_mutex streams_mutex_;
   std::unordered_map<StreamHandle, OwnStream> streams_;
-  mutable std::unordered_map<StreamHandle, unsigned long long> ended_;
-  mutable std::atomic<bool> any_ended_{false};
+  // Destroyed streams are kept and given out again: the driver reads a handle without asking, and a kept one
+  // is known to be no stream, and never the address of somebody else's.
+  std::vector<RestingStream> resting_;
+  std::unordered_set<StreamHandle> ended_;  // and those that rest in a partition
+  std::atomic<bool> any_ended_{false};
 
   std::mutex captures_mutex_;
   std::map<CudaStreamKey, Capture> captures_;

@@ -95,6 +95,7 @@ CudaPartition::~CudaPartition() {
     Current current(device_);
     if (current.ok()) {
       Relaxed relaxed(device_.driver());
+      device_.end(resting);
       (void)device_.driver().GreenCtxDestroy(context_);
     }
   }

@@ -166,7 +166,6 @@ enum : unsigned { kGreenDefaultStream = 1 };
   X(StreamQuery, "cuStreamQuery", (Stream))                                                   \
   X(StreamWaitEvent, "cuStreamWaitEvent", (Stream, Event, unsigned))                          \
   X(StreamGetCtx, "cuStreamGetCtx", (Stream, Context*))                                       \
-  X(StreamGetId, "cuStreamGetId", (Stream, unsigned long long*))                              \
   X(LaunchHostFunc, "cuLaunchHostFunc", (Stream, HostFunction, void*))                        \
   X(EventCreate, "cuEventCreate", (Event*, unsigned))                                         \
   X(EventDestroy, "cuEventDestroy_v2", (Event))                                               \

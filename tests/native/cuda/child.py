@@ -169,10 +169,9 @@ def refusals(gpu: Any, method: Any, inputs: Any) -> None:
     host = np.zeros((4, 8), "f4")
     elsewhere = driver.fake_memory(4096, 1, 0, 0)
     sim = headrace.device("sim")
-    closed = gpu.stream()
+    closed, none = gpu.stream(), gpu.stream()
     handle = closed.handle
     closed.close()
-    none = gpu.stream()
     launches = driver.fake_calls(b"cuLaunchHostFunc")
     own, device = headrace.InputError, headrace.DeviceError
     refused(device, "cuda:1|cuda:0|copy it first", lambda: method(Foreign(x, none, ordinal=1), y))

@@ -65,7 +65,6 @@ struct Stream {
   Context* context = nullptr;
   bool alive = true, blocking = false, legacy = false, busy = false;
   int priority = 0;
-  unsigned long long id = 0;
   std::deque<OpRef> queue;
   OpRef last;
   CaptureRef capture;
@@ -266,7 +265,6 @@ Code find_stream(cu::Stream handle, Stream** out) {
         mine = new Stream();
         mine->context = current();
         mine->blocking = true;
-        mine->id = ++ids;
         per_thread_streams.push_back(mine);
       }
       *out = mine;
@@ -277,7 +275,6 @@ Code find_stream(cu::Stream handle, Stream** out) {
       legacy = new Stream();
       legacy->context = &primaries[static_cast<size_t>(current()->device)];
       legacy->legacy = true;
-      legacy->id = ++ids;
     }
     *out = legacy;
     return cu::kSuccess;
@@ -757,7 +754,6 @@ Code make_stream(cu::Stream* out, unsigned flags, int priority) {
   made->context = current();
   made->blocking = (flags & cu::kStreamNonBlocking) == 0;
   made->priority = priority;
-  made->id = ++ids;
   streams.insert(made);
   *out = reinterpret_cast<cu::Stream>(made);
   return cu::kSuccess;
@@ -802,16 +798,6 @@ ENTRY Code cuStreamQuery(cu::Stream handle) {
   if (stream->capture) return breaks(stream->capture, cu::kCaptureUnsupported);
   if (Code code = check_unsafe()) return code;
   return stream->last && !stream->last->done ? cu::kNotReady : cu::kSuccess;
-}
-ENTRY Code cuStreamGetId(cu::Stream handle, unsigned long long* id) {
-  BEGIN("cuStreamGetId");
-  // Of a destroyed stream too: nothing says that a driver notices.
-  auto* named = reinterpret_cast<Stream*>(handle);
-  if (!streams.contains(named)) {
-    if (Code code = find_stream(handle, &named)) return code;
-  }
-  *id = named->id;
-  return cu::kSuccess;
 }
 ENTRY Code cuStreamGetCtx(cu::Stream handle, cu::Context* context) {
   BEGIN("cuStreamGetCtx");

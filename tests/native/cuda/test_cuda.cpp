@@ -34,6 +34,8 @@ cu::Context now() {
   return context;
 }
 
+StreamHandle handle(cu::Stream stream) { return reinterpret_cast<StreamHandle>(stream); }
+
 DeviceRef gpu(int ordinal = 0) {
   auto device = cuda_device(ordinal);
   CHECK_OK(device);
@@ -44,6 +46,7 @@ DeviceRef gpu(int ordinal = 0) {
 void nothing_left() {
   run_all();
   CHECK_OK(gpu()->synchronize());  // reaps
+  CHECK_OK(gpu()->trim());         // streams kept for the next one
   std::string left = fake<const char*()>("fake_left")();
   check::Note note("left: " + left);
   CHECK(left.empty());
@@ -134,8 +137,9 @@ TEST(cuda_counts_memory) {
   CHECK(device->memory().peak_nbytes >= before.current_nbytes + 1000);
   CHECK_REFUSED(device->allocate(size_t{1} << 40, 0), kOutOfDeviceMemory, "CUDA_ERROR_OUT_OF_MEMORY",
                 "are free");
+  int64_t trims = calls("cuMemPoolTrimTo");
   CHECK_OK(device->trim());
-  CHECK_EQ(calls("cuMemPoolTrimTo"), 1);
+  CHECK_EQ(calls("cuMemPoolTrimTo"), trims + 1);
   CHECK_EQ(fake<size_t()>("fake_pool_nbytes")(), before.current_nbytes);
   nothing_left();
 }
@@ -194,6 +198,8 @@ struct Everything {
         {"cuMemPoolTrimTo", [this] { return device->trim(); }},
         {"cuStreamCreateWithPriority",
          [this] {
+           // Else it would be one that rests.
+           if (Status trimmed = device->trim(); !trimmed.ok()) return trimmed;
            auto made = device->create_stream({});
            return made.ok() ? device->destroy_stream(*made) : made.status();
          }},
@@ -331,7 +337,6 @@ TEST(cuda_streams_of_others_are_told_apart) {
   CHECK_EQ(push(fake<cu::Context(int)>("fake_context")(1)), 0);
   CHECK_EQ(make(&elsewhere, 1, 0), 0);
   CHECK_EQ(pop(&former), 0);
-  auto handle = [](cu::Stream stream) { return reinterpret_cast<StreamHandle>(stream); };
   for (StreamHandle good : {StreamHandle{0}, kLegacyStream, kPerThreadStream, ours, handle(foreign)})
     CHECK_OK(device->check_stream(good));
   CHECK_REFUSED(device->check_stream(handle(elsewhere)), kDevice, "stream of cuda:0", "of cuda:1");
@@ -353,7 +358,7 @@ TEST(cuda_streams_of_others_are_told_apart) {
   nothing_left();
 }
 
-TEST(cuda_a_destroyed_stream_is_refused_until_its_address_is_somebody_s_again) {
+TEST(cuda_a_destroyed_stream_is_refused_and_nobody_else_gets_its_address) {
   DeviceRef device = gpu();
   fake<void(int)>("fake_reuse_streams")(1);
   StreamHandle stream = *device->create_stream({});
@@ -368,22 +373,42 @@ TEST(cuda_a_destroyed_stream_is_refused_until_its_address_is_somebody_s_again) {
   CHECK_REFUSED(device->wait(stream, *event), kInput, "destroyed");
   CHECK_REFUSED(device->synchronize(stream), kInput, "destroyed");
   CHECK_REFUSED(device->allocate(8, stream), kInput, "destroyed");
-  // Another library's stream at the same address.
-  cu::Context former = nullptr, primary = nullptr;
-  StreamHandle helper = kLegacyStream;
-  (void)helper;
-  CHECK_EQ(fake<cu::Code(cu::Context*, cu::Device)>("cuDevicePrimaryCtxRetain")(&primary, 0), 0);
-  CHECK_EQ(fake<cu::Code(cu::Context)>("cuCtxPushCurrent_v2")(primary), 0);
-  cu::Stream again = nullptr;
-  CHECK_EQ(fake<cu::Code(cu::Stream*, unsigned, int)>("cuStreamCreateWithPriority")(&again, 1, 0), 0);
-  CHECK_EQ(fake<cu::Code(cu::Context*)>("cuCtxPopCurrent_v2")(&former), 0);
-  CHECK_EQ(fake<cu::Code(cu::Device)>("cuDevicePrimaryCtxRelease_v2")(0), 0);
-  CHECK(reinterpret_cast<StreamHandle>(again) == stream);
+  // Another library's stream has another address, whatever the driver does with those of destroyed ones.
+  auto theirs = [&] {
+    cu::Context former = nullptr, primary = nullptr;
+    CHECK_EQ(fake<cu::Code(cu::Context*, cu::Device)>("cuDevicePrimaryCtxRetain")(&primary, 0), 0);
+    CHECK_EQ(fake<cu::Code(cu::Context)>("cuCtxPushCurrent_v2")(primary), 0);
+    cu::Stream made = nullptr;
+    CHECK_EQ(fake<cu::Code(cu::Stream*, unsigned, int)>("cuStreamCreateWithPriority")(&made, 1, 0), 0);
+    CHECK_EQ(fake<cu::Code(cu::Context*)>("cuCtxPopCurrent_v2")(&former), 0);
+    CHECK_EQ(fake<cu::Code(cu::Device)>("cuDevicePrimaryCtxRelease_v2")(0), 0);
+    return made;
+  };
+  cu::Stream other = theirs();
+  CHECK(handle(other) != stream);
+  CHECK_OK(device->check_stream(handle(other)));
+  CHECK_EQ(fake<cu::Code(cu::Stream)>("cuStreamDestroy_v2")(other), 0);
+  // Ours is given out again, to those who ask for one of its kind and only when it has nothing to do.
+  StreamHandle blocking = *device->create_stream({0, true, nullptr});
+  CHECK(blocking != stream);
+  StreamHandle again = *device->create_stream({});
+  CHECK_EQ(again, stream);
   CHECK_OK(device->check_stream(stream));
   CHECK_OK(device->fill(data, 0, 8, stream));
-  CHECK_OK(device->free(data, stream));
-  CHECK_OK(device->synchronize(stream));
-  CHECK_EQ(fake<cu::Code(cu::Stream)>("cuStreamDestroy_v2")(again), 0);
+  CHECK_OK(device->record(*event, stream));
+  CHECK_OK(device->destroy_stream(stream));
+  StreamHandle fresh = *device->create_stream({});
+  CHECK(fresh != stream);
+  CHECK_OK(device->wait(fresh, *event));
+  CHECK_OK(device->free(data, fresh));
+  CHECK_OK(device->synchronize(fresh));
+  CHECK_OK(device->destroy_stream(fresh));
+  CHECK_OK(device->destroy_stream(blocking));
+  // Given back to the driver, the address may be anybody's.
+  CHECK_OK(device->trim());
+  cu::Stream somebody = theirs();
+  CHECK_OK(device->check_stream(handle(somebody)));
+  CHECK_EQ(fake<cu::Code(cu::Stream)>("cuStreamDestroy_v2")(somebody), 0);
   fake<void(int)>("fake_reuse_streams")(0);
   event = nullptr;
   nothing_left();
