@@ -73,6 +73,7 @@ PyStreamRef create_stream(const PyDeviceRef& self, const StreamOptions& options)
 
 void close_stream(PyStream& stream) {
   if (std::exchange(stream.closed, true) || !stream.owned) return;
+  PartitionRef partition = std::move(stream.partition);  // what it held is free with it
   check(stream.device->device->destroy_stream(stream.handle));
 }
 

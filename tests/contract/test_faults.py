@@ -231,6 +231,9 @@ def test_what_is_no_exception_passes_through(
                 loaded["forward"](*program.inputs())
             assert caught.value is given
             classes["TestA"].on_run = None
+            assert program.right(loaded["forward"](*program.inputs()))
+            if device.name.startswith("cuda"):  # where no Python runs in stream order
+                continue
             stream = device.stream()
 
             def later(stream: Any = stream) -> None:
