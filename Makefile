@@ -29,16 +29,16 @@ test-sanitize: .venv-dev/ready .venv-export/ready ## the contract and every orde
 check: .venv-dev/ready ## format, lint, types, layers
 	.venv-dev/bin/ruff format --check .
 	.venv-dev/bin/ruff check .
-	.venv-dev/bin/clang-format --dry-run --Werror $$(git ls-files 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'examples/*.cpp')
+	.venv-dev/bin/clang-format --dry-run --Werror $$(git ls-files 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'benchmarks/*.cpp')
 	.venv-dev/bin/mypy
 	$(DEV) -m pytest -q tests/unit/test_layers.py
 
 format: .venv-dev/ready ## rewrite the sources in the project's format
 	.venv-dev/bin/ruff format .
 	.venv-dev/bin/ruff check --fix .
-	.venv-dev/bin/clang-format -i $$(git ls-files 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'examples/*.cpp')
+	.venv-dev/bin/clang-format -i $$(git ls-files 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'benchmarks/*.cpp')
 
-bench: .venv/ready .venv-export/ready ## beside stock ExecuTorch, in one run; JSON in build/bench
+bench: .venv/ready .venv-dev/ready .venv-export/ready ## beside stock ExecuTorch, in one run; JSON in build/bench
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(RUN) -m benchmarks --ours-python $(RUN) --stock-python $(EXPORT)
 
 wheel: .venv-dev/ready .venv-export/ready ## build the wheel into dist, check it, install it in a clean environment

@@ -1,4 +1,4 @@
-"""What an island costs: a call over 1, 10 and 100 islands whose delegate, in Python, does nothing.
+"""What an island costs: a call over 1, 10 and 100 islands whose delegate, in Python or native, does nothing.
 
 ::
 
@@ -7,19 +7,23 @@
 Everything lies in memory of the device and a stream is selected, so that a call neither copies nor waits: what is
 left is the engine's walk, the bridge into Python and the books of one call. Each round is a fresh process, which
 times the three programs in turn, so that a machine that is busy is so for all. The goal: the slope from 10 to 100
-is that from 1 to 10 within a third, that is, the cost does not grow with what came before. No native delegate does
-nothing, so there is no native column.
+is that from 1 to 10 within a third, that is, the cost does not grow with what came before. The native delegate is
+``nothing.cpp``, compiled here against the engine's headers.
 
-As a script, ``python benchmarks/islands.py DEVICE SAMPLES PROGRAM.pte…``, it is the process that measures.
+As a script, ``python benchmarks/islands.py DEVICE LIBRARY SAMPLES PROGRAM.pte…``, it is the process that measures;
+an empty LIBRARY means the delegate in Python.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 COUNTS = (1, 10, 100)
 DEVICES = ("cpu", "sim")
+KINDS = ("Python", "native")
 SAMPLES = 400
 # How far apart the two slopes may be, as a share of the smaller one.
 MOST = 1 / 3
@@ -37,25 +42,47 @@ def slopes(us: dict[int, float]) -> tuple[float, float]:
     return (us[10] - us[1]) / 9, (us[100] - us[10]) / 90
 
 
+def native_delegate(python: str, folder: Path) -> Path:
+    """``nothing.cpp``, compiled for the package of that interpreter."""
+    from tests.native import compiler  # as a script this file has no such neighbour
+
+    code = "import headrace.engine as e, sys; print(sys.modules['headrace._core'].__file__)"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    libraries = Path(done.stdout.strip()).parent / "lib"
+    target = folder / "libnothing.so"
+    compiler.build(
+        *("-std=c++20", "-O2", "-shared", "-fPIC", *compiler.engine_flags()),
+        *(Path(__file__).with_name("nothing.cpp"), "-o", target, f"-L{libraries}", "-lexecutorch"),
+    )
+    return target
+
+
 def measure(python: str, rounds: int) -> dict[str, Any]:
-    """Results by device, with goals; microseconds."""
+    """Results by device and kind of delegate, with goals; microseconds."""
     paths = [ROOT / "tests/programs/committed" / f"chain{count}.pte" for count in COUNTS]
-    results: dict[str, Any] = {}
-    for device in DEVICES:
-        samples: dict[int, list[float]] = {count: [] for count in COUNTS}
+    with tempfile.TemporaryDirectory() as folder:
+        libraries = {"Python": "", "native": str(native_delegate(python, Path(folder)))}
+        samples: dict[str, dict[int, list[float]]] = {
+            f"{device}, {kind}": {count: [] for count in COUNTS} for device in DEVICES for kind in KINDS
+        }
         for _ in range(rounds):
-            command = [python, str(Path(__file__).resolve()), device, str(SAMPLES), *map(str, paths)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise SystemExit(
-                    f"benchmarks: expected exit status 0 from islands.py, got {done.stderr[-2000:]}"
-                )
-            for row in json.loads(done.stdout):
-                for count, us in zip(COUNTS, row, strict=True):
-                    samples[count].append(us)
-        us = {count: statistics.median(samples[count]) for count in COUNTS}
+            for name, found in samples.items():
+                device, kind = name.split(", ")
+                script = str(Path(__file__).resolve())
+                command = [python, script, device, libraries[kind], str(SAMPLES), *map(str, paths)]
+                done = subprocess.run(command, capture_output=True, text=True)
+                if done.returncode:
+                    raise SystemExit(
+                        f"benchmarks: expected exit status 0 from islands.py, got {done.stderr[-2000:]}"
+                    )
+                for row in json.loads(done.stdout):
+                    for count, us in zip(COUNTS, row, strict=True):
+                        found[count].append(us)
+    results: dict[str, Any] = {}
+    for name, found in samples.items():
+        us = {count: statistics.median(found[count]) for count in COUNTS}
         first, second = slopes(us)
-        results[device] = {
+        results[name] = {
             "call_us": {str(count): us[count] for count in COUNTS},
             "slope_us": [first, second],
             "apart": abs(second - first) / min(first, second) if min(first, second) > 0 else float("inf"),
@@ -79,21 +106,29 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def work(device_name: str, samples: int, paths: list[str]) -> list[list[float]]:
+def work(device_name: str, library: str, samples: int, paths: list[str]) -> list[list[float]]:
     """``samples`` rows of microseconds a call, one for each program."""
     import headrace
 
-    ran: list[int] = []
+    ran = 0
+    if library:
+        native = ctypes.CDLL(library)
+        assert native.nothing_register() == 0
 
-    def nothing(name: str) -> None:
-        class Nothing(headrace.Delegate, name=name):
-            def run(self, inputs: Any, outputs: Any, stream: Any) -> None:
-                pass
+    def count(self: Any, inputs: Any, outputs: Any, stream: Any) -> None:
+        nonlocal ran
+        ran += 1
 
-    def counting(name: str) -> None:
-        class Counting(headrace.Delegate, name=name):
-            def run(self, inputs: Any, outputs: Any, stream: Any) -> None:
-                ran.append(1)
+    def nothing(self: Any, inputs: Any, outputs: Any, stream: Any) -> None:
+        pass
+
+    def define(run: Callable[..., None]) -> None:
+        """TestA and TestB, in Python, anew."""
+        for name in ("TestA", "TestB"):
+            types.new_class(name, (headrace.Delegate,), {"name": name}, lambda body: body.update(run=run))
+
+    def executed() -> int:
+        return int(native.nothing_executed()) if library else ran
 
     def prepare(path: str) -> Callable[[], object]:
         import numpy as np
@@ -105,14 +140,16 @@ def work(device_name: str, samples: int, paths: list[str]) -> list[list[float]]:
     device = headrace.device(device_name)
     with headrace.caller_stream(device.stream()):
         # As many islands as were asked for are what a call runs.
+        if not library:
+            define(count)
         for path, count in zip(paths, COUNTS, strict=True):
-            for name in ("TestA", "TestB"):
-                counting(name)
-            ran.clear()
+            before = executed()
             prepare(path)()
-            assert len(ran) == count, f"{path}: expected {count} islands, got {len(ran)}"
-        for name in ("TestA", "TestB"):
-            nothing(name)
+            assert executed() - before == count, (
+                f"{path}: expected {count} islands, got {executed() - before}"
+            )
+        if not library:
+            define(nothing)
         calls = [prepare(path) for path in paths]
         repeats = []
         for call, count in zip(calls, COUNTS, strict=True):
@@ -133,4 +170,4 @@ def work(device_name: str, samples: int, paths: list[str]) -> list[list[float]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(work(sys.argv[1], int(sys.argv[2]), sys.argv[3:])))
+    print(json.dumps(work(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:])))

@@ -14,6 +14,17 @@ STRICT = ("-Wall", "-Wextra", "-Werror", "-pedantic")
 COMMANDS = {"c": ("CC", "cc"), "c++": ("CXX", "c++")}
 
 
+def engine_flags() -> list[object]:
+    """What compiles against the engine's headers, as the build of the package in this folder laid them out."""
+    engines = sorted(ROOT.glob("build/*/engine/include"), key=lambda p: p.stat().st_mtime)
+    assert engines, "no headers of the engine in build: build the package here first (make .venv-dev/ready)"
+    include = engines[-1]
+    return [
+        *("-isystem", include, "-isystem", include / "executorch/runtime/core/portable_type/c10"),
+        *("-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_USE_THREADPOOL"),
+    ]
+
+
 def run(*arguments: object, language: str = "c++") -> subprocess.CompletedProcess[str]:
     """The compiler with these arguments; its messages in English, whatever the locale."""
     variable, usual = COMMANDS[language]

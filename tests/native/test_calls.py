@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import programs
+from tests.native import compiler
 
 HERE = Path(__file__).parent
 LIBRARIES = Path(sys.modules["headrace._core"].__file__ or "").parent / "lib"
@@ -17,26 +18,14 @@ LIBRARIES = Path(sys.modules["headrace._core"].__file__ or "").parent / "lib"
 @pytest.fixture(scope="session")
 def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``test_calls.cpp``, compiled against the engine's headers that the build of the package laid out."""
-    engines = sorted(programs.ROOT.glob("build/*/engine/include"), key=lambda p: p.stat().st_mtime)
-    assert engines, "no headers of the engine in build: build the package here first"
     target = tmp_path_factory.mktemp("native") / "test_calls"
-    command = [
-        *("c++", "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror"),
-        *("-isystem", engines[-1], "-isystem", engines[-1] / "executorch/runtime/core/portable_type/c10"),
-        *(
-            "-D",
-            "C10_USING_CUSTOM_GENERATED_MACROS",
-            "-D",
-            "ET_USE_THREADPOOL",
-            "-I",
-            programs.ROOT / "native/include",
-        ),
-        *(HERE / "test_calls.cpp", "-o", target, f"-L{LIBRARIES}", f"-Wl,-rpath,{LIBRARIES}"),
+    compiler.build(
+        *("-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *compiler.engine_flags()),
+        *("-I", compiler.INCLUDE, HERE / "test_calls.cpp", "-o", target),
+        *(f"-L{LIBRARIES}", f"-Wl,-rpath,{LIBRARIES}"),
         # The kernels only register themselves, so nothing here refers to them.
         *("-lheadrace", "-lexecutorch", "-Wl,--no-as-needed", "-lexecutorch_kernels_optimized", "-pthread"),
-    ]
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    )
     return target
 
 

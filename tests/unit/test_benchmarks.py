@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from benchmarks import __main__ as benchmarks
 from benchmarks import islands
@@ -70,14 +71,16 @@ def test_table_says_whether_a_goal_is_met() -> None:
     assert "goal" not in second
 
 
-def test_islands_are_timed_over_as_many_islands_as_it_says() -> None:
+@pytest.mark.parametrize("kind", islands.KINDS)
+def test_islands_are_timed_over_as_many_islands_as_it_says(kind: str, tmp_path: Path) -> None:
     """The programs have 1, 10 and 100 islands, all of them are run, and a slope that grows misses the goal."""
-    paths = [programs.HERE / "committed" / f"chain{count}.pte" for count in islands.COUNTS]
-    command = [sys.executable, str(Path(islands.__file__)), "sim", "2", *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    library = str(islands.native_delegate(sys.executable, tmp_path)) if kind == "native" else ""
+    paths = [str(programs.HERE / "committed" / f"chain{count}.pte") for count in islands.COUNTS]
+    command = [sys.executable, str(Path(islands.__file__)), "sim", library, "2"]
+    done = subprocess.run([*command, *paths], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert len(rows) == 2 and all(len(row) == 3 and 0 < row[0] < row[2] for row in rows)
-    swapped = subprocess.run([*command[:4], *command[4:][::-1]], capture_output=True, text=True)
+    swapped = subprocess.run([*command, *paths[::-1]], capture_output=True, text=True)
     assert swapped.returncode != 0 and "expected 1 islands, got 100" in swapped.stderr
     assert islands.slopes({1: 5.0, 10: 23.0, 100: 203.0}) == (2.0, 2.0)
