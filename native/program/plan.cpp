@@ -560,6 +560,11 @@ class ProgramReader : FileReader {
         fb::Table spec = specs.table(s);
         fb::Vector value = spec.vector(1, 1);
         std::string_view key = read_text(buffer_, spec, 0, "key of a compile spec");
+        // The engine reads both without looking. An empty key is none, an empty value may be one.
+        if (key.empty()) fail(format("delegate %zu, compile spec %zu: expected a key, got none", i, s));
+        if (!value.present())
+          fail(format("delegate %zu, compile spec %zu (%s): expected a value, got none", i, s,
+                      quoted(key).c_str()));
         d.specs.push_back({std::string(key), {reinterpret_cast<const char*>(value.bytes()), value.size()}});
       }
       check_buffer(buffer_);

@@ -322,6 +322,15 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
     value.tensor = buffer->view;
     value.block = buffer->block;
     if (buffer->device) value.device = buffer->device->device;
+    check_lease(*buffer, message());
+    // No event says when lent memory is written: it is in order on the stream of its call alone.
+    if (buffer->lent() && value.device->backend() != Backend::kCpu &&
+        (reader.device != value.device || reader.stream != buffer->lent_on)) {
+      bad_input(
+          method, role, index,
+          "expected lent memory on the stream of the call that lent it, got it on another stream; use that "
+          "stream, or copy it there first");
+    }
     return value;
   }
   if (o == Py_None) return value;
@@ -449,8 +458,11 @@ nb::object from_value(Value& value) {
       break;
   }
   if (value.device != nullptr || numpy_type(value.tensor.dtype) < 0) {
-    return nb::cast(
-        Buffer{value.tensor, std::move(value.block), value.device ? device_object(value.device) : nullptr});
+    Buffer buffer;
+    buffer.view = value.tensor;
+    buffer.block = std::move(value.block);
+    if (value.device) buffer.device = device_object(value.device);
+    return nb::cast(std::move(buffer));
   }
   return numpy_view(value.tensor, block_owner(std::move(value.block)));
 }

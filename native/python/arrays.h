@@ -27,7 +27,12 @@ struct Buffer {
   std::shared_ptr<PyDevice> device;  // null for host memory that no device knows
   int64_t most = -1;                 // elements that there is room for, where a delegate may say the shape
   StreamHandle lent_on = kPerThreadStream;  // of memory lent for a call: the stream of the call
+  std::shared_ptr<const bool> lease;        // of memory lent for a call: whether the call still runs
+  bool lent() const { return lease != nullptr; }
 };
+
+// Raises InputError where the memory was lent for a call that has ended.
+void check_lease(const Buffer& buffer, const std::string& where);
 
 // For whom an array is read or written: work that is enqueued on `stream` of `device` from now on. Memory of
 // a GPU is ordered before it, by whoever made the array.

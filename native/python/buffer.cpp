@@ -245,8 +245,14 @@ Buffer from_float32(nb::handle array) {
 }  // namespace
 
 nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, StreamHandle stream,
-                       bool resizable) {
-  return nb::cast(Buffer{view, nullptr, device, resizable ? view.numel() : -1, stream});
+                       std::shared_ptr<const bool> lease, bool resizable) {
+  return nb::cast(Buffer{view, nullptr, device, resizable ? view.numel() : -1, stream, std::move(lease)});
+}
+
+void check_lease(const Buffer& buffer, const std::string& where) {
+  if (!buffer.lent() || *buffer.lease) return;
+  raise(Status(ErrorCode::kInput, where + ": expected memory that is there, got a Buffer that a delegate was "
+                                          "lent for a call which has ended; copy what is to outlive run()"));
 }
 
 void bind_buffer(nb::module_& m) {
@@ -283,6 +289,7 @@ void bind_buffer(nb::module_& m) {
                   Status(ErrorCode::kInput,
                          "Buffer.resize: expected a dense output of a running delegate, got another Buffer"));
             }
+            check_lease(b, "Buffer.resize");
             TensorView view = b.view;
             (void)set_shape(view, shape, "Buffer.resize");
             if (view.ndim != b.view.ndim || view.numel() > b.most) {
@@ -296,6 +303,22 @@ void bind_buffer(nb::module_& m) {
           "Say the shape of a delegate's output, where it is smaller than the greatest one of the plan. "
           "Before "
           "run() returns.")
+      .def(
+          "__array__",
+          [](const Buffer& b, nb::handle dtype, nb::handle copy) {
+            bool device = backend_of(b) != Backend::kCpu;
+            if (device && copy.is(nb::bool_(false))) {
+              throw nb::value_error("Buffer.__array__: device memory cannot be a NumPy array without a copy");
+            }
+            nb::object array = to_numpy(b);
+            if (dtype.is_none() && !copy.is(nb::bool_(true))) return array;
+            nb::dict how;
+            how["copy"] = copy.is(nb::bool_(true)) && !device;
+            return nb::object(
+                array.attr("astype")(dtype.is_none() ? array.attr("dtype") : nb::borrow(dtype), **how));
+          },
+          nb::arg("dtype") = nb::none(), nb::arg("copy") = nb::none(),
+          "NumPy's protocol, as numpy(): a view of host memory, a copy of device memory.")
       .def("float32", &to_float32,
            "A float32 copy as a NumPy array, exact for bfloat16. Waits as numpy() does.")
       .def_static("from_float32", &from_float32, nb::arg("array"),

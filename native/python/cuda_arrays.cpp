@@ -48,7 +48,13 @@ bool captures(const Reader& reader) {
 
 bool is_cuda_dlpack(nb::handle object) {
   if (!nb::hasattr(object, "__dlpack_device__")) return false;
-  int type = nb::cast<int>(nb::object(object.attr("__dlpack_device__")()[0]));
+  std::pair<int, int> said;
+  nb::object device = object.attr("__dlpack_device__")();
+  if (!nb::try_cast(device, said)) {
+    raise(Status(ErrorCode::kInput, "__dlpack_device__: expected a tuple of two ints, got " +
+                                        std::string(Py_TYPE(device.ptr())->tp_name) + " of other things"));
+  }
+  int type = said.first;
   return type == dl::kCuda || type == dl::kCudaManaged;
 }
 

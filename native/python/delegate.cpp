@@ -219,6 +219,7 @@ class PyBackend final : public et::BackendInterface {
       if (et::Error error = et::resize_tensor(t, {sizes.data(), sizes.size()}); error != et::Error::Ok)
         return error;
     }
+    auto lease = std::make_shared<bool>(true);
     nb::object sides[2] = {
         nb::steal(PyTuple_New(static_cast<Py_ssize_t>(std::min(count, args.size())))),
         nb::steal(PyTuple_New(static_cast<Py_ssize_t>(args.size() - std::min(count, args.size()))))};
@@ -227,7 +228,7 @@ class PyBackend final : public et::BackendInterface {
       nb::object item;
       if (args[i]->isTensor()) {
         TensorView view = view_of(args[i]->toTensor());
-        item = lend_buffer(view, shown, stream->handle, out && is_dense(view));
+        item = lend_buffer(view, shown, stream->handle, lease, out && is_dense(view));
       } else if (args[i]->isInt()) {
         item = nb::int_(args[i]->toInt());
       } else if (args[i]->isDouble()) {
@@ -250,6 +251,10 @@ class PyBackend final : public et::BackendInterface {
       recorded.emplace(*device, stream->handle, loaded.name, loaded.island, touches);
     }
     nb::object given = nb::cast(stream);
+    struct End {
+      bool& running;
+      ~End() { running = false; }
+    } end{*lease};
     // A delegate may give the lock up, and end there with the interpreter.
     wait_for_gil([&] { (void)nb::object(nb::handle(loaded.object).attr("run")(sides[0], sides[1], given)); });
     for (size_t i = count; i < args.size(); ++i) {

@@ -163,8 +163,10 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
     result = nb::cast(std::move(fresh));
     target = nb::cast<Buffer*>(result);
   } else if (!nb::try_cast(out, target) || target == nullptr || target->device != self || !target->block) {
+    bool lent = target != nullptr && target->lent();
     raise(Status(ErrorCode::kInput, "Device.to_device, out: expected a Buffer of " + self->device->name() +
-                                        ", got another object"));
+                                        (lent ? " with memory of its own, got memory lent for a call"
+                                              : ", got another object")));
   } else if (target->view.dtype != value.tensor.dtype || target->view.ndim != value.tensor.ndim ||
              !std::equal(value.tensor.sizes.begin(), value.tensor.sizes.begin() + value.tensor.ndim,
                          target->view.sizes.begin()) ||
@@ -188,7 +190,8 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
     if (!status.ok()) (void)drain(*self->device, handle);
     return status;
   }));
-  if (value.device != nullptr && !value.block) {
+  // What a running call lent lasts longer than its stream's work.
+  if (value.device != nullptr && !value.block && keep.is_valid()) {
     release_copied(*self);
     self->kept.emplace_back(std::move(copied), hold(keep));
   }
@@ -210,6 +213,16 @@ Touched touched_by(const PyStream& stream, nb::iterable reads, nb::iterable writ
       if (!nb::try_cast(item, buffer) || buffer == nullptr) {
         raise(Status(ErrorCode::kInput, std::string(where) + (write ? ", writes" : ", reads") +
                                             ": expected Buffers, got " + Py_TYPE(item.ptr())->tp_name));
+      }
+      check_lease(*buffer, std::string(where) + (write ? ", writes" : ", reads"));
+      if (buffer->device && buffer->device->device->backend() != Backend::kCpu &&
+          buffer->device != stream.device) {
+        Status status(ErrorCode::kDevice,
+                      std::string(where) + (write ? ", writes" : ", reads") + ": expected memory of " +
+                          stream.device->device->name() + " or of the host, got memory of " +
+                          device_name_of(buffer->device->device->id(), stream.device->device->name()));
+        status.device = stream.device->device->name();
+        raise(status);
       }
       out.accesses.push_back({buffer->view.data, buffer->view.nbytes(), write});
       if (buffer->block && buffer->device == stream.device) out.blocks.emplace_back(buffer->block, write);
@@ -489,6 +502,11 @@ void bind_objects(nb::module_& m) {
           "drop_pending",
           [](PyDevice& self) {
             auto sim = sim_of(self, "drop_pending");
+            if (in_host_function()) {
+              raise(Status(ErrorCode::kDevice, self.device->name() +
+                                                   ", drop_pending: expected a call from outside every host "
+                                                   "function, got one from inside"));
+            }
             unlocked([&] {
               sim->drop_pending();
               return 0;
@@ -591,6 +609,8 @@ void bind_objects(nb::module_& m) {
       });
 
   nb::class_<PyEvent>(m, "Event", "A point in a stream's work. Get it from Stream.record().")
+      .def("__repr__",
+           [](const PyEvent& e) { return "<headrace.Event on " + e.device->device->name() + ">"; })
       .def_prop_ro("device", [](const PyEvent& e) { return e.device; })
       .def(
           "query",
@@ -609,6 +629,11 @@ void bind_objects(nb::module_& m) {
 
   nb::class_<PyPartition>(m, "Partition",
                           "A part of a device's multiprocessors. Get it from Device.partition() or split().")
+      .def("__repr__",
+           [](const PyPartition& p) {
+             return "<headrace.Partition of " + std::to_string(p.partition->sm_count()) + " SMs on " +
+                    p.device->device->name() + ">";
+           })
       .def_prop_ro(
           "sm_count", [](const PyPartition& p) { return p.partition->sm_count(); },
           "As granted, read back from the device.")

@@ -11,8 +11,9 @@ namespace headrace {
 // Calls a CPython function that waits for the GIL. Once the interpreter ends, CPython (before 3.14) ends
 // the waiting thread in there by pthread_exit, whose unwinding would meet a noexcept frame, nanobind's or
 // ours, and end the process by std::terminate. Such a thread has nothing left to do: it is parked instead.
+// (What pthread_exit unwinds with has no object: the reference is bound to nothing, and never looked at.)
 template <class Wait>
-void wait_for_gil(Wait wait) {
+[[gnu::no_sanitize("null")]] void wait_for_gil(Wait wait) {
   try {
     wait();
   } catch (abi::__forced_unwind&) {

@@ -73,13 +73,17 @@ std::shared_ptr<Program> load(nb::handle source, nb::sequence data, int instance
   return *program;
 }
 
-nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object out, bool strict) {
+nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object out, nb::object strict) {
+  if (!PyBool_Check(strict.ptr())) {
+    raise(Status(ErrorCode::kInput,
+                 method.name() + ", strict: expected a bool, got " + Py_TYPE(strict.ptr())->tp_name));
+  }
   const auto& infos = method.inputs();
   size_t count = inputs.size();
   std::vector<Value> values(count), given, outputs;
   std::vector<nb::object> keep(count);
   CallOptions options;
-  options.strict = strict;
+  options.strict = strict.is(nb::bool_(true));
   if (!stream.is_none()) {
     StreamChoice choice = to_stream(stream, method.device(), "stream");
     options.stream = choice.handle;
@@ -124,7 +128,9 @@ nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object o
     if (values[i].device != nullptr && !values[i].block && keep[i].is_valid()) values[i].keep = hold(keep[i]);
   }
   for (size_t i = 0; i < given.size(); ++i) {
-    if (given[i].device != nullptr && !given[i].block) given[i].keep = hold(keep[count + i]);
+    if (given[i].device != nullptr && !given[i].block && keep[count + i].is_valid()) {
+      given[i].keep = hold(keep[count + i]);
+    }
   }
   Status status;
   {

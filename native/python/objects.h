@@ -57,9 +57,10 @@ struct StreamChoice {
 };
 StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* where);
 
-// Memory that a call lends to a delegate: no block, valid while the call's work runs.
+// Memory that a call lends to a delegate: no block, valid while the call's work runs. `lease`: whether run()
+// has not returned yet, so that the memory may be passed on.
 nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, StreamHandle stream,
-                       bool resizable);
+                       std::shared_ptr<const bool> lease, bool resizable);
 
 // What the exception says, "TypeError: …"; whatever its __str__ does. And the same with its traceback.
 std::string text_of(const nb::python_error& error);

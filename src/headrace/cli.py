@@ -300,10 +300,10 @@ def _import(modules: Sequence[str]) -> None:
     for module in modules:
         try:
             importlib.import_module(module)
-        except ImportError as e:
+        except Exception as e:  # the module's own code runs
             raise OptionError(
-                f"--import {module}: expected a module that can be imported, got: {e}"
-            ) from None
+                f"--import {module}: expected a module that can be imported, got {type(e).__name__}: {e}"
+            ) from e
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -318,7 +318,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.repeat < 1:
         raise OptionError(f"--repeat: expected 1 or more, got {args.repeat}")
     with headrace.load(args.file, data=args.data, device=_device(args)) as program:
-        name = args.method or program.methods[0]
+        name = program.methods[0] if args.method is None else args.method
         if name not in program:
             raise InputError(f"--method: expected one of {', '.join(program.methods)}, got {name!r}")
         method = program[name]

@@ -9,9 +9,9 @@ with headrace.caller_stream(stream):
 from __future__ import annotations
 
 import re
-from threading import get_ident
+from threading import local
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from .engine import core
 from .errors import DeviceError, InputError, OptionError
@@ -66,7 +66,8 @@ def device(
         return core.cuda(ordinal)
     if kind != "sim":
         raise OptionError(f"device: expected 'cpu', 'sim', 'sim:N' or 'cuda:N', got {name!r}")
-    if isinstance(schedule, bool) or (not isinstance(schedule, int) and schedule not in ("eager", "late")):
+    named = isinstance(schedule, str) and schedule in ("eager", "late")
+    if not named and (isinstance(schedule, bool) or not isinstance(schedule, int)):
         raise OptionError(f"schedule: expected 'eager', 'late' or a seed, got {schedule!r}")
     sizes = (sms, memory_nbytes)
     if any(not isinstance(size, int) or not 1 <= size < 1 << 40 for size in sizes) or sms >= 1 << 20:
@@ -98,25 +99,53 @@ class caller_stream:  # reads as a verb where it is used
     def __init__(self, stream: Any, device: Any = None) -> None:
         self._stream = stream
         self._device = device
-        # One object may be entered by several threads, and each has a selection of its own.
-        self._former: dict[int, list[tuple[int, int, int]]] = {}
 
     def __enter__(self) -> Any:
         former = core.select(self._stream, self._device)
-        self._former.setdefault(get_ident(), []).append(former)
+        _open_blocks().append(_Block(self, former, core.selection()))
         return self._stream
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        formers = self._former.get(get_ident())
-        if not formers:
+        # One object may be entered by several threads, and several times: the innermost of them ends.
+        blocks = _open_blocks()
+        for at in range(len(blocks) - 1, -1, -1):
+            if blocks[at].of is self:
+                break
+        else:
             raise InputError(
                 "caller_stream: expected the end of a block on the thread that began it, got no block"
             )
-        core.restore(*formers.pop())
-        if not formers:
-            del self._former[get_ident()]
+        # What a delegate left selected was undone when its call ended.
+        now = core.selection()
+        while len(blocks) - 1 > at and blocks[-1].selected != now:
+            blocks.pop()
+        ended = blocks.pop(at)
+        if at == len(blocks):
+            core.restore(*ended.former)
+        else:
+            # It began before blocks that are still open, as generators and coroutines make them: those keep
+            # their selection, and put back in the end what was there before this one.
+            blocks[at] = blocks[at]._replace(former=ended.former)
+
+
+class _Block(NamedTuple):
+    of: caller_stream
+    former: tuple[int, int, int]
+    selected: tuple[int, int, int]
+
+
+_local = local()
+
+
+def _open_blocks() -> list[_Block]:
+    """The calling thread's, the outermost first."""
+    try:
+        blocks: list[_Block] = _local.blocks
+    except AttributeError:
+        blocks = _local.blocks = []
+    return blocks
 
 
 def current_stream() -> Any:

@@ -11,7 +11,7 @@ for what lies on a device.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -255,6 +255,15 @@ class Program(Mapping[str, Method]):
         return f"<headrace.Program: {', '.join(self._methods)}>"
 
 
+def _check_text(text: Any, error: type[ProgramError | OptionError], where: str) -> None:
+    """A lone surrogate, as in an undecodable file name, is no text that could be passed on."""
+    if isinstance(text, str):
+        try:
+            os.fsencode(text) if error is ProgramError else text.encode()
+        except UnicodeEncodeError:
+            raise error(f"{where}: expected text that can be encoded, got {text!r}") from None
+
+
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview
 _SOURCES = (str, os.PathLike, bytes, bytearray, memoryview)
 
@@ -300,10 +309,16 @@ def load(
     """
     if not isinstance(source, _SOURCES):
         raise ProgramError(f"expected a path or bytes, got {type(source).__name__}")
-    files = [data] if isinstance(data, _SOURCES) else list(data) if isinstance(data, Iterable) else [data]
+    try:
+        files = [data] if isinstance(data, _SOURCES) else list(data)
+    except TypeError:
+        raise ProgramError(f"data: expected paths or bytes, got {type(data).__name__}") from None
     for file in files:
         if not isinstance(file, _SOURCES):
             raise ProgramError(f"data: expected paths or bytes, got {type(file).__name__}")
+    for path in (source, *files):
+        if isinstance(path, str | os.PathLike):
+            _check_text(os.fspath(path), ProgramError, "path")
     if not isinstance(instances, int) or isinstance(instances, bool):
         raise OptionError(f"instances: expected an int, got {type(instances).__name__}")
     if not 1 <= instances <= 1024:
@@ -322,6 +337,8 @@ def load(
         for key, value in entries.items():
             if not isinstance(key, str):
                 raise OptionError(f"options of {delegate!r}: expected names, got {key!r}")
+            for text in (delegate, key, value):
+                _check_text(text, OptionError, f"options of {delegate!r}")
             if not isinstance(value, bool | int | str):
                 raise OptionError(
                     f"options of {delegate!r}: expected a bool, int or str for {key!r}, got {type(value).__name__}"

@@ -217,6 +217,21 @@ def test_device_that_does_not_conform_is_told_why(method: str, does: Any, check:
     assert e.value.check.startswith(check), e.value
 
 
+def test_what_is_no_device_or_delegate_is_told() -> None:
+    """OP3: an InputError that names the argument."""
+    assert check_device("cpu") == check_device(headrace.device("cpu"))
+    with pytest.raises(headrace.InputError, match="expected a Device or its name, got int"):
+        check_device(3)
+    for wrong in (3, dict):
+        with pytest.raises(headrace.InputError, match="a subclass of headrace.Delegate"):
+            check_delegate(wrong, inputs=[X], outputs=[X])  # type: ignore[arg-type]
+    for given in ({"inputs": 3, "outputs": [X]}, {"inputs": [X], "outputs": X}):
+        with pytest.raises(headrace.InputError, match="puts: expected a list of arrays"):
+            check_delegate(Scale, payload=b"1", **given)
+    with pytest.raises(headrace.InputError, match="expected arrays of numbers"):
+        check_delegate(Scale, payload=b"1", inputs=[X], outputs=[None])
+
+
 def test_kit_needs_no_test_framework() -> None:
     code = (
         "import sys, headrace, headrace.testing as t; t.check_device(headrace.device('sim'));"

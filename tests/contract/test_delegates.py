@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from typing import Any
 
 import numpy as np
@@ -237,6 +238,62 @@ def test_lent_memory_is_touched_in_stream_order_alone(sims: Devices) -> None:
             assert program.right(
                 loaded["forward"](device.to_device(program.inputs()[0]), stream=device.stream())
             )
+
+
+def test_lent_memory_may_be_passed_on_while_its_call_runs(sims: Devices) -> None:
+    """DE3: to another program on the same stream, as input and as out=, and to a copy; on another stream it is
+    refused, since no event says when it is written."""
+    from examples.scale import PROGRAM, Scale
+
+    x = np.arange(4, dtype=np.float32)
+    how, kept = ["call"], list[Any]()
+
+    class Passes(headrace.Delegate, name="Scale"):
+        load = Scale.load
+
+        def run(self, inputs: Any, outputs: Any, stream: Any) -> None:
+            kept.extend((*inputs, *outputs))
+            if how[0] == "call":
+                self.inner["forward"](*inputs, out=list(outputs))
+            elif how[0] == "copy":
+                (copied,), (y,) = [stream.device.to_device(b, stream) for b in inputs], outputs
+                Scale.run(self, (copied,), (y,), stream)  # type: ignore[arg-type]
+            else:
+                self.inner["forward"](*inputs, stream=stream.device.stream())
+
+    def define(cls: Any) -> None:
+        members = {"load": cls.load, "run": cls.run}
+        types.new_class("Scale", (headrace.Delegate,), {"name": "Scale"}, lambda body: body.update(members))
+
+    for device in sims:
+        define(Scale)
+        with headrace.load(PROGRAM, device=device) as inner:
+            Passes.inner = inner  # type: ignore[attr-defined]
+            types.new_class("Scale", (Passes,), {"name": "Scale"})
+            with headrace.load(PROGRAM, device=device) as outer:
+                for how[0], factor in (("call", 36), ("copy", 6)):
+                    with headrace.caller_stream(device.stream()):
+                        (y,) = outer["forward"](device.to_device(x))
+                    np.testing.assert_array_equal(y.numpy(), factor * x)
+                how[0] = "another stream"
+                with pytest.raises(headrace.DelegateError, match="stream of the call that lent it"):
+                    outer["forward"](device.to_device(x), stream=device.stream())
+                # When the call is over, the memory is the method's again.
+                given, result = kept[:2]
+                for use in (
+                    lambda: outer["forward"](given),
+                    lambda: outer["forward"](x, out=[result]),
+                    lambda: result.resize((1,)),
+                    lambda: device.stream().call(lambda: None, reads=[given]),
+                    lambda: device.stream().declare(writes=[result]),
+                    lambda: device.to_device(given),
+                ):
+                    with pytest.raises(headrace.InputError, match="a call which has ended"):
+                        use()
+                with pytest.raises(headrace.InputError, match="memory lent for a call"):
+                    device.to_device(x, out=result)
+        kept.clear()
+    define(Scale)
 
 
 def test_host_functions_may_not_call_the_device(sims: Devices) -> None:

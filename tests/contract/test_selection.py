@@ -353,6 +353,32 @@ def test_a_block_ends_on_the_thread_that_began_it(late: Any) -> None:
     assert headrace.current_stream() is None
 
 
+def test_blocks_that_do_not_nest_leave_nothing_selected(late: Any) -> None:
+    """CS1: generators and coroutines end blocks out of order; those still open keep their stream."""
+    one, two = late.stream(), late.stream()
+    a, b = headrace.caller_stream(one), headrace.caller_stream(two)
+    a.__enter__()
+    b.__enter__()
+    a.__exit__(None, None, None)
+    assert headrace.current_stream() == two
+    b.__exit__(None, None, None)
+    assert headrace.current_stream() is None
+
+    def selects() -> Iterator[None]:
+        with headrace.caller_stream(one):
+            yield
+
+    generator = selects()
+    next(generator)
+    with headrace.caller_stream(two):
+        generator.close()
+        assert headrace.current_stream() == two
+        with headrace.caller_stream(one):
+            assert headrace.current_stream() == one
+        assert headrace.current_stream() == two
+    assert headrace.current_stream() is None
+
+
 def test_a_closed_stream_can_be_neither_selected_nor_used(devices: Devices) -> None:
     """CS7: nor may it be closed under a selection and then called on; closing twice is fine."""
     program = golden("split_cuda")

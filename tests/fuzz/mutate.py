@@ -169,6 +169,13 @@ def fields(rng: random.Random, seed: Seed, data: bytearray) -> str:
     return _set(rng, slot, data)
 
 
+def missing(rng: random.Random, seed: Seed, data: bytearray) -> str:
+    """A field that its table does not have."""
+    slot = rng.choice([s for s in seed.slots if s.role == "vtable"])
+    slot.write(data, 0)
+    return f"{slot.path} is missing"
+
+
 def _set(rng: random.Random, slot: Slot, data: bytearray) -> str:
     if slot.format in "fd":
         slot.write(data, rng.choice([0.0, -0.0, 1e30, -1e30, float("inf"), float("nan"), 0.5, 1e-40]))
@@ -274,6 +281,7 @@ KINDS: dict[str, Mutation] = {
         counts,
         kinds,
         fields,
+        missing,
         instructions,
         splice,
         payload,

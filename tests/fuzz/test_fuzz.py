@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
 from tests.fuzz.child import CRASH, HANG
 from tests.fuzz.mutate import KINDS, case, indices
 from tests.fuzz.run import fuzz, run_batch
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_damaged_programs_end_in_an_error_or_a_run() -> None:
@@ -35,3 +43,27 @@ def test_the_runner_sees_a_crash_and_a_hang() -> None:
     assert set(ended) == {0, CRASH, 1, HANG, 2}
     assert ended[CRASH].startswith("CRASH with status -6")
     assert ended[HANG].startswith("HANG after 10")
+
+
+@pytest.mark.parametrize("name", ["split_cuda", "cnn_xnnpack", "branch", "external_weights"])
+def test_every_field_of_every_table_may_be_missing(name: str) -> None:
+    """OP3, OP5: one after the other, in a guarded child; the one that ends it is named."""
+    code = """
+import sys
+from tests.contract import delegates
+from tests.fuzz import child, mutate
+delegates.install(delegates.OneCall)
+(seed,) = [s for s in mutate.seeds() if s.name == sys.argv[1]]
+slots = [s for s in seed.slots if s.role == "vtable"]
+for slot in slots:
+    data = bytearray(seed.program)
+    slot.write(data, 0)
+    print(slot.path, flush=True)
+    print("  ", child.run(mutate.Case(slot.path, bytes(data), seed.data)), flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, (lines[-1:], done.stderr[-2000:])
+    assert len(lines) > 50 and "   ProgramError" in lines

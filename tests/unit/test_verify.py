@@ -23,6 +23,7 @@ from headrace.engine import core
 from tests import programs
 from tests.fuzz.kernels import Plan, operators
 from tests.fuzz.mutate import Seed, seeds
+from tests.fuzz.tables import slots
 
 ROOT = Path(__file__).parents[2]
 FLOAT, INT16, INT32, INT64, UINT8, BOOL = 6, 2, 3, 4, 0, 11
@@ -54,6 +55,17 @@ def fails(program: bytes, pattern: str, times: int = 2) -> None:
         for _ in range(times):
             with pytest.raises(headrace.DelegateError, match=pattern):
                 loaded["forward"]()
+
+
+@pytest.mark.parametrize("field", ["key", "value"])
+def test_compile_spec_without(field: str) -> None:
+    """The engine reads both without looking, before any delegate sees them. In scale.pte no other table shares the
+    spec's vtable."""
+    data = bytearray((ROOT / "examples/scale.pte").read_bytes())
+    path = f"Program.execution_plan[0].delegates[0].compile_specs[0].{field}.vtable"
+    (slot,) = [s for s in slots(bytes(data), "Program") if s.path == path]
+    slot.write(data, 0)
+    refused(bytes(data), f"delegate 0, compile spec 0.*: expected a {field}, got none")
 
 
 ARGS = "Program.execution_plan[0].chains[0].instructions[0].instr_args<KernelCall>"

@@ -38,6 +38,8 @@ def audit(path: str | os.PathLike[str], *, policy: Policy | str | os.PathLike[st
     fault, and when what the audit needs is not installed.
     """
     _require_readers()
+    if not isinstance(path, str | os.PathLike):
+        raise AuditError(f"audit: expected a path or the name of a distribution, got {type(path).__name__}")
     from headrace.audit import cuda, linkage, platform, wheel
     from headrace.audit.policy import Policy
     from headrace.audit.rules import judge
@@ -47,7 +49,10 @@ def audit(path: str | os.PathLike[str], *, policy: Policy | str | os.PathLike[st
     elif not isinstance(policy, Policy):
         policy = load_policy(policy)
     checks = {**platform.CHECKS, **linkage.CHECKS, **cuda.CHECKS}
-    return judge(wheel.read(os.fspath(path), policy), policy, checks)
+    try:
+        return judge(wheel.read(os.fspath(path), policy), policy, checks)
+    except OSError as cause:
+        raise AuditError(f"{os.fspath(path)}: expected files that can be read, got: {cause}") from cause
 
 
 def default_policy() -> Policy:
@@ -74,5 +79,5 @@ def _require_readers() -> None:
         import headrace.audit.policy  # noqa: F401  (tomli before Python 3.11)
     except ModuleNotFoundError as cause:
         raise AuditError(
-            f"audit: expected the module {cause.name}, got none; run `pip install headrace[audit]`"
+            f"audit: expected the module {cause.name}, got none; run `pip install pyelftools packaging` (what the extra `audit` names)"
         ) from cause

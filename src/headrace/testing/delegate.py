@@ -12,7 +12,7 @@ import numpy as np
 from ..delegate import Context, Delegate
 from ..device import caller_stream
 from ..device import device as open_device
-from ..errors import OrderingError
+from ..errors import InputError, OrderingError
 from ..ordering import record
 from .check import Array, Failed, expect, expect_equal, run_checks
 from .device import copy
@@ -67,8 +67,16 @@ def check_delegate(
         rtol, atol: how far from ``outputs`` an answer may be.
 
     Raises:
+        InputError: ``cls`` is no delegate, or the arrays are none.
         ConformanceError: what was expected, and what the delegate did.
     """
+    if not (isinstance(cls, type) and issubclass(cls, Delegate)):
+        raise InputError(f"check_delegate: expected a subclass of headrace.Delegate, got {cls!r}")
+    for name, given in (("inputs", inputs), ("outputs", outputs)):
+        if not isinstance(given, list | tuple):
+            raise InputError(f"check_delegate, {name}: expected a list of arrays, got {type(given).__name__}")
+    if any(np.asarray(y).dtype.hasobject for y in outputs):
+        raise InputError("check_delegate, outputs: expected arrays of numbers, got other objects")
     subject = f"delegate {cls.__name__}"
     arrays = tuple(np.asarray(x) if hasattr(x, "__array__") else x for x in inputs)
     wanted = tuple(np.asarray(y) for y in outputs)

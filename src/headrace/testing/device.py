@@ -34,8 +34,13 @@ def check_device(device: Any) -> tuple[str, ...]:
     Checks that enqueue Python functions are left out on a GPU, those of partitions where there are none.
 
     Raises:
+        InputError: no device.
         ConformanceError: what was expected, and what the device did.
     """
+    if isinstance(device, str):
+        device = open_device(device)
+    if not hasattr(device, "to_device"):
+        raise InputError(f"check_device: expected a Device or its name, got {type(device).__name__}")
     chosen: list[tuple[str, Callable[[], None]]] = [
         (check.__name__, partial(check, device))
         for check in _DEVICE_CHECKS
