@@ -223,7 +223,7 @@ def test_what_is_no_device_or_delegate_is_told() -> None:
     with pytest.raises(headrace.InputError, match="expected a Device or its name, got int"):
         check_device(3)
     for wrong in (3, dict):
-        with pytest.raises(headrace.InputError, match="a subclass of headrace.Delegate"):
+        with pytest.raises(headrace.InputError, match=r"a subclass of headrace\.Delegate"):
             check_delegate(wrong, inputs=[X], outputs=[X])  # type: ignore[arg-type]
     for given in ({"inputs": 3, "outputs": [X]}, {"inputs": [X], "outputs": X}):
         with pytest.raises(headrace.InputError, match="puts: expected a list of arrays"):

@@ -280,16 +280,17 @@ def test_lent_memory_may_be_passed_on_while_its_call_runs(sims: Devices) -> None
                     outer["forward"](device.to_device(x), stream=device.stream())
                 # When the call is over, the memory is the method's again.
                 given, result = kept[:2]
-                for use in (
-                    lambda: outer["forward"](given),
-                    lambda: outer["forward"](x, out=[result]),
-                    lambda: result.resize((1,)),
-                    lambda: device.stream().call(lambda: None, reads=[given]),
-                    lambda: device.stream().declare(writes=[result]),
-                    lambda: device.to_device(given),
+                stream, method = device.stream(), outer["forward"]
+                for use, arguments, named in (
+                    (method, (given,), {}),
+                    (method, (x,), {"out": [result]}),
+                    (result.resize, ((1,),), {}),
+                    (stream.call, (print,), {"reads": [given]}),
+                    (stream.declare, (), {"writes": [result]}),
+                    (device.to_device, (given,), {}),
                 ):
                     with pytest.raises(headrace.InputError, match="a call which has ended"):
-                        use()
+                        use(*arguments, **named)
                 with pytest.raises(headrace.InputError, match="memory lent for a call"):
                     device.to_device(x, out=result)
         kept.clear()
