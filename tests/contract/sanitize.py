@@ -3,7 +3,8 @@
 ``SITE`` holds the package as ``make test-sanitize`` installs it. The interpreter is not instrumented, so the
 sanitizers' libraries are preloaded into it; it is the base interpreter with this environment's packages on its path,
 since the editable package of the environment would come first. Leaks are not looked for: CPython keeps memory
-for good. The tests count what the device holds.
+for good. The tests count what the device holds. One test is left out, which counts resident memory: AddressSanitizer
+holds freed memory back.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def main(site: Path, arguments: list[str]) -> int:
     check = "import headrace, sys; sys.exit('build' not in headrace.__file__ or 'libasan' not in open('/proc/self/maps').read())"
     subprocess.run([python, "-c", check], env=there, check=True)
     tests = [] if any(a.startswith("tests/") for a in arguments) else CORE
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, *arguments]
+    counts_memory = "tests/contract/test_lifetime.py::test_two_hundred_cycles_are_flat"
+    options = ["-q", "-p", "no:cacheprovider", "--deselect", counts_memory]
+    command = [python, "-m", "pytest", *options, *tests, *arguments]
     return subprocess.run([str(c) for c in command], env=there).returncode
 
 

@@ -249,6 +249,22 @@ def test_numpy_waits_for_the_buffer_s_writer_alone(late: Any) -> None:
         assert ran == ["busy", "later"]
 
 
+def test_numpy_takes_a_buffer_as_an_array(late: Any) -> None:
+    """SY5: np.asarray waits for the writer, as numpy() does, and is a copy; of host memory it is a view."""
+    source, stream = late.to_device(np.zeros(3, np.float32)), late.stream()
+    stream.call(lambda: source.numpy().fill(2), writes=[source])
+    np.testing.assert_array_equal(np.asarray(source), np.float32([2, 2, 2]))
+    assert np.asarray(source, "float64").dtype == np.float64
+    with pytest.raises(ValueError, match="without a copy"):
+        source.__array__(copy=False)
+    host = headrace.device("cpu").to_device(np.zeros(3, np.float32))
+    np.asarray(host)[0] = 5
+    assert host.numpy()[0] == 5
+    copied = host.__array__(copy=True)
+    copied[0] = 6
+    assert host.numpy()[0] == 5
+
+
 def test_what_a_library_enqueued_is_in_order_once_it_is_declared(late: Any) -> None:
     """SY5, OR5: reads wait for it, memory that it uses is given to nobody else, and a record sees it."""
     stream, other = late.stream(), late.stream()

@@ -344,6 +344,26 @@ def test_a_fault_of_the_program_ends_with_status_3(run: Any, arguments: list[str
     assert found["message"] in err and isinstance(found["log"], list)
 
 
+@pytest.mark.parametrize(
+    ("name", "source", "message"),
+    [
+        ("raises", "1 / 0", "ZeroDivisionError"),
+        ("unfinished", "def", "SyntaxError"),
+        ("", None, "ValueError"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_ends_with_status_2(
+    run: Any, name: str, source: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OP4: whatever its own code raises."""
+    monkeypatch.chdir(tmp_path)
+    if source is not None:
+        (tmp_path / f"{name}.py").write_text(source)
+    status, out, err = run("run", path("add"), "--ones", "--import", name)
+    assert (status, out) == (2, "")
+    assert f"--import {name}: expected a module that can be imported, got {message}" in err
+
+
 # ------------------------------------------------ as a process of its own
 
 
