@@ -180,7 +180,7 @@ def _kinds() -> Model:
 
 def _cache(keep: bool) -> Model:
     calls = tuple((_random(1, 4, seed=i), torch.tensor([i])) for i in range(4))
-    return Model(Cache(), calls, stateful=True, keep_state=keep, planned=not keep)
+    return Model(Cache(), calls, stateful=True, keep_state=keep)
 
 
 MODELS: dict[str, Callable[[], Model]] = {
