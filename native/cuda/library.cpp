@@ -254,6 +254,11 @@ std::vector<std::string> missing_needs(const LibraryFacts& facts) {
   std::vector<std::string> missing;
   std::map<std::string, std::optional<std::set<std::string>>> versions;
   for (const std::string& library : facts.needed) {
+    if (library.find('/') != std::string::npos) {
+      missing.push_back("the library " + quoted(library) +
+                        ", which it names by a path; export it with one that the system finds");
+      continue;
+    }
     // Kept: libgomp's idle threads would lose the code that they wait in.
     void* handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_LOCAL | RTLD_NODELETE);
     if (handle == nullptr) {

@@ -43,20 +43,19 @@ class Cursor {
 
 // Whether the constant's last element lies inside its bytes.
 bool lies_inside(const CudaConstant& c) {
-  int64_t last = c.offset;
   bool empty = false;
   for (size_t d = 0; d < c.sizes.size(); ++d) {
-    int64_t step = 0;
     if (c.sizes[d] < 0 || c.strides[d] < 0) return false;
-    if (c.sizes[d] == 0) {
-      empty = true;
-      continue;
-    }
+    empty |= c.sizes[d] == 0;
+  }
+  if (empty) return true;
+  int64_t last = c.offset;
+  for (size_t d = 0; d < c.sizes.size(); ++d) {
+    int64_t step = 0;
     if (__builtin_mul_overflow(c.sizes[d] - 1, c.strides[d], &step) ||
         __builtin_add_overflow(last, step, &last))
       return false;
   }
-  if (empty) return true;
   uint64_t end = 0;
   return !__builtin_add_overflow(static_cast<uint64_t>(last), uint64_t{1}, &end) &&
          !__builtin_mul_overflow(end, itemsize(c.dtype), &end) && end <= c.nbytes;
@@ -84,7 +83,7 @@ Result<CudaPayload> read_cuda_payload(std::string_view bytes) {
       return wrong("one in the format " + quoted(bytes.substr(0, kMagic.size())) +
                    ", of another version of ExecuTorch; export it with executorch 1.5.1");
     }
-    if (bytes.empty() || bytes.find("_so_blob") != std::string_view::npos) {
+    if (bytes.empty() || bytes.find("_so_blob\n") != std::string_view::npos) {
       return wrong("the format of versions before 1.5; export it with executorch 1.5.1");
     }
     return wrong("other bytes");

@@ -3,6 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "cuda/library.h"
+#include "program/cuda_payload.h"
 #include "python/objects.h"
 
 namespace headrace {
@@ -33,8 +34,31 @@ nb::dict library_facts(nb::bytes image) {
   return out;
 }
 
+nb::dict cuda_payload(nb::bytes bytes) {
+  auto payload = read_cuda_payload({bytes.c_str(), bytes.size()});
+  check(payload.status());
+  nb::list constants;
+  for (const CudaConstant& c : payload->constants) {
+    nb::dict one;
+    one["fqn"] = text_of(c.fqn);
+    one["key"] = text_of(c.key);
+    one["nbytes"] = c.nbytes;
+    one["dtype"] = dtype_name(c.dtype);
+    one["device"] = c.device == 0 ? "cpu" : "cuda";
+    one["shape"] = nb::tuple(nb::cast(c.sizes));
+    constants.append(one);
+  }
+  nb::dict out;
+  out["library_key"] = text_of(payload->library_key);
+  out["constants"] = constants;
+  return out;
+}
+
 }  // namespace
 
-void bind_cuda(nb::module_& m) { m.def("library_facts", &library_facts, nb::arg("image")); }
+void bind_cuda(nb::module_& m) {
+  m.def("library_facts", &library_facts, nb::arg("image"));
+  m.def("read_cuda_payload", &cuda_payload, nb::arg("payload"));
+}
 
 }  // namespace headrace

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,11 @@ from tests import programs
 if TYPE_CHECKING:
     import headrace
 
-__all__ = ["Program", "ensure", "folder", "load", "names"]
+__all__ = ["ENVIRONMENT", "Program", "ensure", "folder", "load", "names"]
 
 HERE = Path(__file__).resolve().parent
+# Code that any x86-64 of the last ten years runs. torch reads it when it is imported.
+ENVIRONMENT = {"ATEN_CPU_CAPABILITY": "avx2", "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Program:
 
 def folder() -> Path:
     """Where the export of exactly these sources lies, or will lie."""
-    digest = hashlib.sha256(json.dumps(programs.PINS, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([programs.PINS, ENVIRONMENT], sort_keys=True).encode())
     sources = [HERE / "export.py", HERE / "models.py"]
     sources += [programs.HERE / f"{name}.py" for name in ("delegates", "export", "graph")]
     for source in sources:
@@ -59,7 +62,9 @@ def ensure() -> Path:
     if not (there / "index.json").exists():
         python = programs.export_python()
         command = [python, "-m", "tests.aoti.export", str(there)]
-        done = subprocess.run(command, cwd=programs.ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=programs.ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True
+        )
         if done.returncode:
             raise RuntimeError(
                 f"tests/aoti: expected an export in {there}, got exit status {done.returncode} from "

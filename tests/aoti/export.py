@@ -2,10 +2,10 @@
 
 ::
 
-    python -m tests.aoti.export FOLDER [NAME…]
+    python -m tests.aoti.export FOLDER [NAME…]      # with the ENVIRONMENT of this package
 
 Writes, per program, ``NAME.pte``, its ``.ptd`` files and ``NAME.npz`` (inputs, and what eager PyTorch answers);
-at last ``index.json``.
+``torch.pt2``, a library that calls libtorch, for torch's own runner; at last ``index.json``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,6 @@ import traceback
 import warnings
 from pathlib import Path
 from typing import Any
-
-# Before torch reads them: code that any x86-64 of the last ten years runs.
-MARCH = "x86-64-v3"
-os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
-os.environ["TORCHINDUCTOR_CPP_MARCH"] = MARCH
 
 import torch
 import torch._inductor.config
@@ -43,14 +38,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.programs.delegates import GraphPartitioner, delegate
 from tests.programs.export import check_versions, record
 
+from . import ENVIRONMENT
 from .models import MODELS, Model
+
+MARCH = ENVIRONMENT["TORCHINDUCTOR_CPP_MARCH"]
 
 
 def _columns(
     x: Any, w: Any, b: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Any:
     """A convolution as a matrix product: AOTInductor has no convolution of its own on the host."""
-    pair = lambda v: tuple(v) * (2 // len(v)) if hasattr(v, "__len__") else (v, v)  # noqa: E731
+
+    def pair(v: Any) -> Any:
+        return tuple(v) * (2 // len(v)) if hasattr(v, "__len__") else (v, v)
+
     (s0, s1), (p0, p1), (d0, d1) = pair(stride), pair(padding), pair(dilation)
     n, _, height, width = x.shape
     out, _, kh, kw = w.shape
@@ -216,6 +217,10 @@ def export(name: str, model: Model, there: Path) -> dict[str, Any]:
 
 def main(folder: str, only: list[str]) -> int:
     check_versions()
+    if any(os.environ.get(key) != value for key, value in ENVIRONMENT.items()):
+        raise SystemExit(
+            f"tests/aoti: expected the environment {ENVIRONMENT}, which torch read while it was imported"
+        )
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(2)
@@ -234,6 +239,12 @@ def main(folder: str, only: list[str]) -> int:
             continue
         size = (there / f"{name}.pte").stat().st_size
         print(f"{name:16} {size:8} bytes  {time.perf_counter() - began:5.2f} s", flush=True)
+    if not only:
+        # For a process in which torch runs a library of its own.
+        model, inputs = MODELS["add_one"]().module.eval(), MODELS["add_one"]().calls[0]
+        torch._inductor.aoti_compile_and_package(
+            torch.export.export(model, inputs), package_path=str(there / "torch.pt2")
+        )
     if failed:
         print(f"tests/aoti: {len(failed)} not exported: {', '.join(failed)}", file=sys.stderr)
         return 1

@@ -136,9 +136,7 @@ class Scalars(nn.Module):
         self.register_buffer("strided", torch.randn(16, 16)[::2].t())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (
-            self.linear(x) * self.scale + self.one - self.other * torch.tensor(3.0) + x @ self.strided
-        )
+        return self.linear(x) * self.scale + self.one - self.other * torch.tensor(3.0) + x @ self.strided
 
 
 class Chain(nn.Module):
@@ -188,10 +186,10 @@ MODELS: dict[str, Callable[[], Model]] = {
     "mlp_host": lambda: Model(Mlp(), _calls(8, 64), planned=False),
     "cnn": lambda: Model(Cnn(), _calls(2, 3, 16, 16), rtol=1e-4, atol=1e-5),
     "block": lambda: Model(Block(), _calls(2, 8, 32), rtol=1e-4, atol=1e-5),
-    "embedding": lambda: Model(
-        Embedding(), tuple((torch.tensor(v),) for v in ([[1, 2, 3]], [[0, 19, 7]]))
+    "embedding": lambda: Model(Embedding(), tuple((torch.tensor(v),) for v in ([[1, 2, 3]], [[0, 19, 7]]))),
+    "outputs": lambda: Model(
+        Outputs(), tuple((_random(4, 6, seed=s), _random(6, 3, seed=9)) for s in (1, 2))
     ),
-    "outputs": lambda: Model(Outputs(), tuple((_random(4, 6, seed=s), _random(6, 3, seed=9)) for s in (1, 2))),
     "dynamic": lambda: Model(
         Dynamic(),
         tuple((_random(n, 8),) for n in (4, 1, 16, 7)),
