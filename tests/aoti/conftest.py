@@ -9,8 +9,8 @@ import pytest
 
 import headrace
 from tests import aoti
-from tests.contract import delegates
 from tests.conftest import array_of, assert_close
+from tests.contract import delegates
 
 DEVICES: dict[str, Any] = {
     "cpu": lambda: headrace.device("cpu"),

@@ -98,9 +98,7 @@ def test_constants_are_held_once_for_all_islands_and_instances() -> None:
     """DE1: `chain` has one constant in two islands; 8 instances take no more memory than one, but for their plans."""
     program = aoti.load("chain")
     file = pte.read(program.path)
-    named = [e.key for e in file.named_data] + [
-        e.key for d in program.data for e in pte.read_data(d).entries
-    ]
+    named = [e.key for e in file.named_data] + [e.key for d in program.data for e in pte.read_data(d).entries]
     assert len([key for key in named if "first" in key]) == 1, named
 
 
