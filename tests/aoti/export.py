@@ -33,7 +33,6 @@ from executorch.exir.backend.partitioner import DelegationSpec, PartitionResult
 from executorch.exir.dialects._ops import ops
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.exir.passes.propagate_device_pass import PropagateDeviceConfig
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.programs.delegates import GraphPartitioner, delegate
 from tests.programs.export import check_versions, record
@@ -42,26 +41,6 @@ from . import ENVIRONMENT
 from .models import MODELS, Model
 
 MARCH = ENVIRONMENT["TORCHINDUCTOR_CPP_MARCH"]
-
-
-def _columns(
-    x: Any, w: Any, b: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
-) -> Any:
-    """A convolution as a matrix product: AOTInductor has no convolution of its own on the host."""
-
-    def pair(v: Any) -> Any:
-        return tuple(v) * (2 // len(v)) if hasattr(v, "__len__") else (v, v)
-
-    (s0, s1), (p0, p1), (d0, d1) = pair(stride), pair(padding), pair(dilation)
-    n, _, height, width = x.shape
-    out, _, kh, kw = w.shape
-    oh = (height + 2 * p0 - d0 * (kh - 1) - 1) // s0 + 1
-    ow = (width + 2 * p1 - d1 * (kw - 1) - 1) // s1 + 1
-    assert groups == 1
-    columns = torch.nn.functional.unfold(x, (kh, kw), dilation=(d0, d1), padding=(p0, p1), stride=(s0, s1))
-    y = columns.transpose(1, 2).reshape(n * oh * ow, -1) @ w.reshape(out, -1).t()
-    y = y if b is None else y + b
-    return y.view(n, oh * ow, out).transpose(1, 2).reshape(n, out, oh, ow)
 
 
 class CudaBackend(AotiBackend, BackendDetails):  # type: ignore[misc]
@@ -77,15 +56,11 @@ class CudaBackend(AotiBackend, BackendDetails):  # type: ignore[misc]
 
     @classmethod
     def get_decomposition_table(cls) -> dict[Any, Any]:
-        return {torch.ops.aten.conv2d.default: _columns}
+        return {}
 
     @classmethod
     def get_custom_passes(cls, specs: Any) -> list[Any]:
         return []
-
-    @classmethod
-    def get_extra_aoti_compile_context_manager(cls, specs: Any = None) -> Any:
-        return sdpa_kernel([SDPBackend.MATH])
 
     @classmethod
     def get_aoti_compile_options(cls, specs: Any) -> dict[str, Any]:
@@ -154,19 +129,12 @@ def _specs(program: Any) -> list[CompileSpec]:
 class Partitioner(AotiPartitioner):  # type: ignore[misc]
     """Everything that is left to islands of ``CudaBackend``, each with a list of specs of its own."""
 
-    def __init__(self, planned: bool, keep_state: bool) -> None:
+    def __init__(self, planned: bool) -> None:
         super().__init__("CudaBackend", [])
-        self.planned, self.keep_state = planned, keep_state
+        self.planned = planned
 
     def partition(self, exported_program: Any) -> PartitionResult:
         result = super().partition(exported_program)
-        if not self.keep_state:
-            # State stays the method's: the island takes it in and gives it out.
-            targets = set(exported_program.graph_signature.buffers_to_mutate.values())
-            buffers = exported_program.graph_signature.inputs_to_buffers
-            for node in exported_program.graph.nodes:
-                if node.op == "placeholder" and buffers.get(node.name) in targets:
-                    node.meta.pop("delegation_tag", None)
         for tag in list(result.partition_tags):
             specs = [CompileSpec("method_name", b"forward")]
             # The exporter puts copies around islands of any target device, "cpu" included, which then fail.
@@ -184,7 +152,7 @@ def export(name: str, model: Model, there: Path) -> dict[str, Any]:
     exported = torch.export.export(
         model.module.eval(), model.calls[0], dynamic_shapes=model.dynamic, strict=True
     )
-    partitioners: list[Any] = [Partitioner(model.planned, model.keep_state)]
+    partitioners: list[Any] = [Partitioner(model.planned)]
     if model.share == "halves":
         aten = ops.edge.aten
         others = [aten.relu.default, aten.sigmoid.default]
