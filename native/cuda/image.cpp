@@ -14,6 +14,9 @@ namespace headrace {
 namespace {
 
 constexpr std::string_view kThreadExit = "__cxa_thread_atexit";
+constexpr std::string_view kCheck = "aoti_torch_check";
+// Versions of these are let go of: the copy asks for a name of ours, which has none.
+constexpr std::string_view kUnversioned[] = {kThreadExit, "GOMP_parallel", "GOMP_barrier"};
 constexpr std::string_view kDriver = "libcuda.so.1";
 constexpr size_t kMaxSymbols = 1 << 20, kMaxEntries = 4096;
 constexpr uint16_t kHidden = 0x8000;
@@ -244,7 +247,22 @@ class Image {
     }
   }
 
+  // Whether a check that fails on a thread of OpenMP can be left by ours: with the parts of OpenMP alone that
+  // they answer for.
+  bool guards_teams() const {
+    bool checks = false;
+    for (uint64_t i = 1; i < symbol_count_; ++i) {
+      auto symbol = get<Elf64_Sym>(symbols_ + i * sizeof(Elf64_Sym));
+      if (symbol.st_shndx != SHN_UNDEF) continue;
+      std::string called = name(symbol.st_name);
+      checks |= called == kCheck;
+      if (called.starts_with("GOMP_") && called != "GOMP_parallel" && called != "GOMP_barrier") return false;
+    }
+    return checks;
+  }
+
   void walk_symbols() {
+    bool teams = guards_teams();
     for (uint64_t i = 1; i < symbol_count_; ++i) {
       uint64_t at = symbols_ + i * sizeof(Elf64_Sym);
       auto symbol = get<Elf64_Sym>(at);
@@ -253,15 +271,17 @@ class Image {
       bool versioned = false;
       if (versions_) versioned = (get<uint16_t>(*versions_ + 2 * i) & ~kHidden) > VER_NDX_GLOBAL;
       bool undefined = symbol.st_shndx == SHN_UNDEF && binding != STB_LOCAL;
-      std::string to = undefined ? renamed(called) : std::string();
+      bool keeps = called.starts_with("GOMP_") && !teams;
+      std::string to = undefined && !keeps ? renamed(called) : std::string();
       if (!to.empty()) {
-        // libstdc++ gives the one name a version; the copy asks for a name of ours, which has none.
-        if (versioned && called != kThreadExit) {
+        bool other =
+            std::find(std::begin(kUnversioned), std::end(kUnversioned), called) != std::end(kUnversioned);
+        if (versioned && !other) {
           refuse(quoted(called) +
                  " in a version of its own: the library was linked against the one that has it");
         }
         if (i >= first_hashed_) refuse(quoted(called) + " undefined, and in the hash table");
-        if (called != kThreadExit) facts_.shims.push_back(called);
+        if (!other) facts_.shims.push_back(called);
         facts_.cuda |= of_driver(called) || of_runtime(called);
         changes_.push_back({symbol.st_name, called, to});
         if (versioned) unversioned_.push_back(*versions_ + 2 * i);
@@ -360,6 +380,7 @@ std::string renamed(std::string_view name) {
   if (of_runtime(name)) return "hrce" + std::string(name.substr(4));
   if (of_driver(name)) return "hr" + std::string(name.substr(2));
   if (name == kThreadExit) return "__hra_thread_atexit";
+  if (name == "GOMP_parallel" || name == "GOMP_barrier") return "HRMP_" + std::string(name.substr(5));
   return {};
 }
 

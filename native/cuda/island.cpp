@@ -281,8 +281,15 @@ Status Island::run(std::span<const TensorView> inputs, const Place& place) {
   }
   taken = given;  // the library writes into the array
   int64_t before = count_elsewhere();
-  int code = library_->calls().run(container_, taken.data(), taken.size(), made.data(), made.size(), nullptr,
-                                   nullptr);
+  int code = 0;
+  try {
+    code = library_->calls().run(container_, taken.data(), taken.size(), made.data(), made.size(), nullptr,
+                                 nullptr);
+  } catch (const std::exception& error) {
+    // AOTInductor's own functions let none out; the engine must not meet one.
+    std::fill(made.begin(), made.end(), nullptr);
+    return Status(ErrorCode::kDelegate, std::string("the library failed while it ran: ") + error.what());
+  }
   if (code != 0) {
     std::fill(made.begin(), made.end(), nullptr);
     return failed("it ran");

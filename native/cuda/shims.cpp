@@ -1,6 +1,9 @@
 #include "cuda/shims.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
+#include <sched.h>
+#include <setjmp.h>
 
 #include <atomic>
 #include <cstdarg>
@@ -375,6 +378,101 @@ void end_thread(void*) {
 
 }  // namespace
 
+// ---- parallel regions
+
+namespace {
+
+// The threads of one parallel region. Barriers are ours, because one that leaves early must not be waited
+// for.
+struct Team {
+  void (*run)(void*);
+  void* data;
+  std::atomic<int> expected{0};  // who takes part in barriers; 0: nobody has begun
+  std::atomic<uint32_t> barriers{0};
+  int arrived = 0;
+  bool failed = false;
+  char message[sizeof error] = {};
+  pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;  // of the two above, and of changes of `expected`
+};
+
+// Where the calling thread is in a team.
+struct Place {
+  Team* team;
+  Place* outer;
+  jmp_buf leave;
+};
+thread_local Place* place = nullptr;
+
+struct OpenMp {
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+  void (*barrier)() = nullptr;
+  int (*num_threads)() = nullptr;
+};
+OpenMp openmp;
+pthread_once_t openmp_once = PTHREAD_ONCE_INIT;
+
+void find_openmp() {
+  // The one that the library itself needs: it is loaded.
+  void* handle = dlopen("libgomp.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  if (handle == nullptr) return;
+  openmp.parallel = reinterpret_cast<decltype(openmp.parallel)>(dlsym(handle, "GOMP_parallel"));
+  openmp.barrier = reinterpret_cast<decltype(openmp.barrier)>(dlsym(handle, "GOMP_barrier"));
+  openmp.num_threads = reinterpret_cast<decltype(openmp.num_threads)>(dlsym(handle, "omp_get_num_threads"));
+}
+
+// With the mutex: lets the waiting go if all are there.
+void open_if_complete(Team& team) {
+  if (team.arrived == 0 || team.arrived < team.expected.load(std::memory_order_relaxed)) return;
+  team.arrived = 0;
+  team.barriers.fetch_add(1, std::memory_order_release);
+}
+
+void wait_for_team(Team& team) {
+  pthread_mutex_lock(&team.mutex);
+  uint32_t now = team.barriers.load(std::memory_order_relaxed);
+  ++team.arrived;
+  open_if_complete(team);
+  pthread_mutex_unlock(&team.mutex);
+  for (int k = 0; team.barriers.load(std::memory_order_acquire) == now; ++k) {
+    if (k > 2000) sched_yield();
+  }
+}
+
+void leave_team(Team& team) {
+  pthread_mutex_lock(&team.mutex);
+  team.expected.fetch_sub(1, std::memory_order_relaxed);
+  open_if_complete(team);
+  pthread_mutex_unlock(&team.mutex);
+}
+
+void run_in_team(void* argument) {
+  auto* team = static_cast<Team*>(argument);
+  int none = 0;
+  team->expected.compare_exchange_strong(none, openmp.num_threads());
+  Place here;
+  here.team = team;
+  here.outer = place;
+  place = &here;
+  if (_setjmp(here.leave) == 0) {
+    team->run(team->data);
+  } else {
+    leave_team(*team);
+  }
+  place = here.outer;
+}
+
+// From a check that failed: out of the parallel region, over frames of generated code that own nothing.
+[[noreturn]] void leave_region() {
+  Team& team = *place->team;
+  pthread_mutex_lock(&team.mutex);
+  if (!team.failed) std::memcpy(team.message, error, sizeof error);
+  team.failed = true;
+  pthread_mutex_unlock(&team.mutex);
+  _longjmp(place->leave, 1);
+}
+
+}  // namespace
+
 void end_thread_objects(const void* begin, const void* end) {
   end_objects([&](const ThreadObject& o) { return o.library >= begin && o.library < end; });
 }
@@ -402,6 +500,24 @@ SHIM int __hra_thread_atexit(void (*end)(void*), void* object, void* library) {
   shims::objects = entry;
   pthread_mutex_unlock(&shims::objects_mutex);
   return 0;
+}
+
+// GOMP_parallel and GOMP_barrier of libgomp, for libraries with checks of their own.
+SHIM void HRMP_parallel(void (*run)(void*), void* data, unsigned threads, unsigned flags) {
+  pthread_once(&shims::openmp_once, shims::find_openmp);
+  shims::Team team{run, data};
+  shims::openmp.parallel(shims::run_in_team, &team, threads, flags);
+  if (!team.failed) return;
+  std::memcpy(shims::error, team.message, sizeof shims::error);
+  if (shims::on_check_failed != nullptr) shims::on_check_failed(team.message);
+}
+SHIM void HRMP_barrier() {
+  if (shims::place != nullptr) {
+    shims::wait_for_team(*shims::place->team);
+  } else {
+    pthread_once(&shims::openmp_once, shims::find_openmp);
+    shims::openmp.barrier();
+  }
 }
 
 SHIM int32_t NAMED(device_type_cpu)() { return shims::kCpu; }
@@ -436,6 +552,7 @@ SHIM void NAMED(warn)(const char* function, const char*, uint32_t line, const ch
 SHIM void NAMED(check)(bool holds, const char* function, const char*, uint32_t line, const char* message) {
   if (holds) return;
   (void)shims::fail("%s (%s, line %u)", message, function, line);
+  if (shims::place != nullptr) shims::leave_region();
   if (shims::on_check_failed != nullptr) shims::on_check_failed(shims::error);
 }
 

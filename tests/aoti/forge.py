@@ -79,7 +79,8 @@ API int AOTInductorModelContainerGetConstantDtype(void*, size_t, int32_t*) { ret
 API int AOTInductorModelContainerGetConstantDataSize(void*, size_t, size_t*) { return 1; }
 API int AOTInductorModelContainerUpdateUserManagedConstantBufferPairs(void*, const void*, size_t, bool, bool) { return 0; }
 API int AOTInductorModelContainerRunConstantFolding(void*, bool, void*, void*) { return 0; }
-API int AOTInductorModelContainerRunSingleThreaded(void*, void**, size_t, void** out, size_t, void*, void*) {
+API int AOTInductorModelContainerRunSingleThreaded(void*, void** in, size_t, void** out, size_t, void*, void*) {
+  (void)in;
   BODY
 }
 API int AOTInductorGetLastError(const char** text) { *text = "made to fail"; return 0; }

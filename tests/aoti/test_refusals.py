@@ -11,6 +11,7 @@ import pytest
 
 import headrace
 from tests import aoti
+from tests.conftest import run_python
 
 from . import forge
 from .conftest import arguments, check
@@ -218,6 +219,69 @@ def test_a_library_that_does_not_fit_the_program_is_refused(tmp_path: Path) -> N
     library = forge.shared_library(tmp_path, "out[0] = nullptr; return 0;")
     with pytest.raises(headrace.DelegateError, match="expected a tensor, got none"):
         call(forge.replace_library(raw(), library), np.zeros(3, np.float32))
+
+
+PARALLEL = """
+    // As Inductor writes it: one region, a barrier behind each loop, a check before each element.
+    void* data = nullptr; int64_t sizes[] = {3}, strides[] = {1};
+    aoti_torch_get_data_ptr(in[0], &data);
+    const float* x = static_cast<const float*>(data);
+    static float table[100]; static float sums[8]; float total = 0;
+    for (int i = 0; i < 100; ++i) table[i] = 1;
+    #pragma omp parallel num_threads(4)
+    {
+      for (int round = 0; round < 3; ++round) {
+        #pragma omp for
+        for (int i = 0; i < 1000; ++i) {
+          int64_t index = i % 100;
+          if (i == static_cast<int>(x[0]) || i == static_cast<int>(x[1])) index = int64_t{1} << 40;
+          if (!(index < 100)) aoti_torch_check(false, "kernel", "file", 7, "index out of bounds: 0 <= index < 100");
+          sums[i % 8] = table[index];
+        }
+      }
+    }
+    for (float s : sums) total += s;
+    int code = aoti_torch_empty_strided(1, sizes, strides, 6, 0, 0, out);
+    aoti_torch_get_data_ptr(out[0], &data);
+    for (int i = 0; i < 3; ++i) static_cast<float*>(data)[i] = total;
+    return code;
+"""
+
+
+@pytest.mark.parametrize("more", ["", "#pragma omp critical\n    total = 0;"])
+def test_a_check_that_fails_on_a_thread_of_openmp_is_a_typed_error(more: str, tmp_path: Path) -> None:
+    """OP3, OP5: one thread or two of a parallel region meet an index far outside: no access, no deadlock, no end of
+    the process; and the next call is right. A library that uses more of OpenMP keeps its own regions."""
+    head = """
+    #include <cstdint>
+    extern "C" {
+    int aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, void**);
+    int aoti_torch_get_data_ptr(void*, void**);
+    void aoti_torch_check(bool, const char*, const char*, uint32_t, const char*);
+    }
+    """
+    body = PARALLEL.replace("float total = 0;", f"float total = 0;\n    {more}\n")
+    if more:
+        body = body.replace("int64_t{1} << 40", "105 - 100")
+    library = forge.shared_library(tmp_path, body, head=head, flags=("-fopenmp",))
+    made = tmp_path / "program.pte"
+    made.write_bytes(forge.replace_library(raw(), library))
+    code = f"""
+        import numpy as np
+        import headrace
+        with headrace.load({str(made)!r}, device="cpu") as loaded:
+            told = 0
+            for k in range(50):
+                for bad in ([57, -1, 0], [57, 903, 0], [0, 999, 0]):
+                    try:
+                        loaded["forward"](np.array(bad, np.float32))
+                    except headrace.DelegateError as error:
+                        told += "index out of bounds: 0 <= index < 100 (kernel, line 7)" in str(error)
+                assert loaded["forward"](np.array([-1, -1, -1], np.float32))[0].tolist() == [8, 8, 8]
+            print(told)
+        """
+    done = run_python(code)
+    assert (done.returncode, done.stdout) == (0, "0\n" if more else "150\n"), done.stderr
 
 
 def test_native_code_can_be_refused() -> None:
