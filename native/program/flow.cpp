@@ -554,7 +554,8 @@ class Flow {
     } else if (v.kind == ValueKind::kTensor && (kinds(now, index) & kBare) != 0) {
       fail(format(
           "argument %zu: expected a tensor with memory, got value %d, which is neither planned, constant, "
-          "external, an input nor an output, nor a view of one by then; export it with bounds for every dynamic "
+          "external, an input nor an output, nor a view of one by then; export it with bounds for every "
+          "dynamic "
           "shape, and with planned memory (alloc_graph_output=True) for an output that other islands read",
           argument, index));
     }
