@@ -91,8 +91,8 @@ def test_outputs_stay_right_after_later_calls(device: Any) -> None:
             assert_right(program, results, program.calls[k // 2])
 
 
-def test_constants_are_held_once_for_all_islands_and_instances() -> None:
-    """DE1: `chain` has one constant in two islands; 8 instances take no more memory than one, but for their plans."""
+def test_a_constant_of_two_islands_is_in_the_files_once() -> None:
+    """DE1: under one key, which both payloads name; in memory it is one too (tests/native/aoti)."""
     program = aoti.load("chain")
     file = pte.read(program.path)
     named = [e.key for e in file.named_data] + [e.key for d in program.data for e in pte.read_data(d).entries]

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "cuda/constants.h"
 #include "cuda/shims.h"
 
 using namespace headrace::shims;
@@ -149,6 +150,28 @@ static void tensors() {
   destroy_arena(arena);
 }
 
+// One constant for all who ask by its key; the file's own bytes where they can be used.
+static void constants() {
+  using headrace::HostConstants;
+  alignas(64) static char bytes[256];
+  for (int i = 0; i < 256; ++i) bytes[i] = static_cast<char>(i);
+  HostConstants held;
+  auto first = held.get("w", {bytes, 128}, false), again = held.get("w", {bytes, 128}, false);
+  CHECK(first.ok() && again.ok() && *first == *again && (*first)->data() == bytes);
+  auto odd = held.get("odd", {bytes + 4, 100}, false), same = held.get("odd", {bytes + 4, 100}, false);
+  CHECK(odd.ok() && same.ok() && *odd == *same && (*odd)->data() != bytes + 4);
+  CHECK(reinterpret_cast<uintptr_t>((*odd)->data()) % 64 == 0 &&
+        std::memcmp((*odd)->data(), bytes + 4, 100) == 0);
+  // State is written, so it is never the file.
+  HostConstants one, other;
+  auto mine = one.get("s", {bytes, 128}, true), yours = other.get("s", {bytes, 128}, true);
+  CHECK(mine.ok() && yours.ok() && (*mine)->data() != bytes && (*mine)->data() != (*yours)->data());
+  static_cast<char*>((*mine)->data())[0] = 99;
+  CHECK(bytes[0] == 0 && *static_cast<char*>((*yours)->data()) == 0);
+  CHECK(static_cast<char*>((*one.get("s", {bytes, 128}, true))->data())[0] == 99);
+  CHECK(held.get("empty", {bytes, 0}, true).ok());
+}
+
 static void checks() {
   std::string said;
   A(check)(true, "f", "file", 1, "holds");
@@ -195,6 +218,7 @@ static void ends_of_threads() {
 int main() {
   memory();
   tensors();
+  constants();
   checks();
   ends_of_threads();
   std::printf("%d failures\n", failures);

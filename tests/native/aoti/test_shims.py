@@ -19,12 +19,17 @@ SANITIZE = (
 
 
 def test_tensors_memory_and_ends_of_threads(tmp_path: Path) -> None:
-    """SY4, LT4: temporaries come from a cache; views, copies and items are torch's; a library that is closed takes
+    """SY4, LT4, DE1: constants are held once; temporaries come from a cache; views, copies and items are torch's; a library that is closed takes
     along what it registered for the ends of threads. No error of a sanitizer, and no leak."""
     target = tmp_path / "shims"
     compiler.build(
         *("-std=c++20", *SANITIZE, f"-I{NATIVE}", f"-I{compiler.INCLUDE}"),
-        *(Path(__file__).with_suffix(".cpp"), NATIVE / "cuda/shims.cpp", NATIVE / "cuda/shims_cuda.cpp"),
+        *(
+            Path(__file__).with_suffix(".cpp"),
+            NATIVE / "cuda/shims.cpp",
+            NATIVE / "cuda/shims_cuda.cpp",
+            NATIVE / "cuda/constants.cpp",
+        ),
         *("-o", target, "-pthread"),
     )
     # Sizes that cannot be had are asked for and refused.
