@@ -63,8 +63,10 @@ def test_every_island_of_a_split_program_is_described() -> None:
 def test_what_is_missing_here_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """DE1, DE5: shims and versions that would be refused at load; and a GPU's library says what it is."""
     raw = aoti.load("add_one").path.read_bytes()
-    head = 'extern "C" int aoti_torch_cpu_convolution(int);\n'
-    library = forge.shared_library(tmp_path, "return aoti_torch_cpu_convolution(1);", head=head)
+    head = 'extern "C" int aoti_torch_cpu_convolution(bool); extern "C" char* getenv(const char*);\n'
+    body = 'return aoti_torch_cpu_convolution(getenv("X") != nullptr);'
+    library = forge.shared_library(tmp_path, body, head=head)
+    assert b"GLIBC_2.2.5\0" in library
     made = forge.replace_library(raw, library.replace(b"GLIBC_2.2.5\0", b"GLIBC_9.2.5\0"))
     (island,) = facts.read(made)
     assert "the function aoti_torch_cpu_convolution" in island.missing
