@@ -12,7 +12,7 @@ import pytest
 import headrace
 
 from . import delegates
-from .conftest import golden
+from .conftest import SEEDS, golden
 from .test_returns import placed
 
 SCHEDULES = ["eager", "late", *range(6)]
@@ -22,6 +22,21 @@ NAMES = ["aoti_chain_resident", "aoti_chain"]
 def sims() -> Any:
     for schedule in SCHEDULES:
         yield schedule, headrace.device("sim", schedule=schedule)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", delegates.WAYS)
+def test_native_islands_and_python_ones_in_turn_are_right(name: str, way: str) -> None:
+    """OR2, DE1: on the cpu and under every schedule, whatever way the Python delegate works on the stream."""
+    delegates.install(delegates.WAYS[way])
+    program = golden(name)
+    devices = [headrace.device("cpu"), *(device for _, device in sims())]
+    devices += [headrace.device("sim", schedule=seed) for seed in range(100, 100 + SEEDS // 10)]
+    for device in devices:
+        with program.load(device) as loaded, headrace.caller_stream(device.stream()):
+            for k in range(len(program.calls)):
+                inputs = placed(device, program.inputs(k), "resident" in name)
+                assert program.right(loaded["forward"](*inputs), k)
 
 
 @pytest.mark.parametrize("how", ["argument", "selection", "nothing"])
