@@ -326,14 +326,21 @@ class CudaBackend final : public et::BackendInterface {
       recorded.emplace(device, stream, kName, loaded->instruction, touches);
     }
     if (!later) {
-      // Work on host memory is done before the engine's next instruction reads it.
-      return loaded->island->run(inputs, [&](size_t k, const TensorView& made) -> Result<Island::Target> {
-        const Tensor& t = args[count + k]->toTensor();
-        Status status = resize(t, k, {made.sizes.data(), static_cast<size_t>(made.ndim)});
-        if (!status.ok()) return status;
-        outputs[k] = output_of(t);
-        return Island::Target{outputs[k].view, outputs[k].dim_order.data()};
-      });
+      // Work on host memory is done before the engine's next instruction reads it. The cpu does at once what
+      // is enqueued, and writes it down for whoever records.
+      Status ran;
+      auto now = [&]() -> Status {
+        ran = loaded->island->run(inputs, [&](size_t k, const TensorView& made) -> Result<Island::Target> {
+          const Tensor& t = args[count + k]->toTensor();
+          Status status = resize(t, k, {made.sizes.data(), static_cast<size_t>(made.ndim)});
+          if (!status.ok()) return status;
+          outputs[k] = output_of(t);
+          return Island::Target{outputs[k].view, outputs[k].dim_order.data()};
+        });
+        return {};
+      };
+      Status called = device.call(stream, now, std::move(accesses));
+      return called.ok() ? ran : called;
     }
     auto work = [loaded, inputs = std::move(inputs), outputs = std::move(outputs)]() -> Status {
       Status status = loaded->island->run(inputs, [&](size_t k, const TensorView&) -> Result<Island::Target> {
