@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import json
@@ -59,7 +60,14 @@ def folder() -> Path:
 def ensure() -> Path:
     """The folder, exported first, in a process of its own, where it is not there yet."""
     there = folder()
-    if not (there / "index.json").exists():
+    if (there / "index.json").exists():
+        return there
+    there.mkdir(parents=True, exist_ok=True)
+    # Two test runs at once export once.
+    with open(there / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (there / "index.json").exists():
+            return there
         python = programs.export_python()
         command = [python, "-m", "tests.aoti.export", str(there)]
         done = subprocess.run(
