@@ -49,6 +49,7 @@ class Image {
     read_header();
     read_dynamic();
     count_symbols();
+    check_tables();
     note_versions();
     walk_symbols();
     check_shared_bytes();
@@ -118,12 +119,14 @@ class Image {
     }
     if (dynamic == nullptr) refuse("a library with no dynamic section");
     uint64_t count = std::min<uint64_t>(dynamic->p_filesz / sizeof(Elf64_Dyn), kMaxEntries);
+    dynamic_range_ = {dynamic->p_offset, dynamic->p_offset};
     std::vector<uint64_t> names;
     for (uint64_t i = 0; i < count; ++i) {
       uint64_t at = 0;
       if (__builtin_add_overflow(dynamic->p_offset, i * sizeof(Elf64_Dyn), &at))
         refuse("a dynamic section out of reach");
       auto entry = get<Elf64_Dyn>(at);
+      dynamic_range_.second = at + sizeof entry;
       if (entry.d_tag == DT_NULL) break;
       switch (entry.d_tag) {
         case DT_NEEDED:
@@ -193,6 +196,8 @@ class Image {
         }
         ++count;
       }
+      uint64_t start = offset(*table, 16, "a hash table");
+      hash_range_ = {start, at + 4 * buckets + 4 * (count - first)};
     }
     if (auto table = tag(DT_HASH)) {
       uint64_t other = get<uint32_t>(offset(*table, 8, "a hash table") + 4);
@@ -205,6 +210,22 @@ class Image {
     symbol_count_ = count;
     symbols_ = offset(*tag(DT_SYMTAB), count * sizeof(Elf64_Sym), "a symbol table");
     if (auto table = tag(DT_VERSYM)) versions_ = offset(*table, count * 2, "a table of versions");
+  }
+
+  // What is changed in one table must not be another's.
+  void check_tables() const {
+    std::vector<std::pair<uint64_t, uint64_t>> tables = {
+        {0, sizeof(Elf64_Ehdr)},
+        dynamic_range_,
+        hash_range_,
+        {strings_, strings_ + strings_nbytes_},
+        {symbols_, symbols_ + symbol_count_ * sizeof(Elf64_Sym)}};
+    if (versions_) tables.emplace_back(*versions_, *versions_ + symbol_count_ * 2);
+    for (const auto& [at, segment] : segments_) tables.emplace_back(at, at + sizeof(Elf64_Phdr));
+    std::sort(tables.begin(), tables.end());
+    for (size_t i = 1; i < tables.size(); ++i) {
+      if (tables[i].first < tables[i - 1].second) refuse("tables that overlap");
+    }
   }
 
   void note_versions() {
@@ -268,6 +289,10 @@ class Image {
       auto symbol = get<Elf64_Sym>(at);
       int binding = ELF64_ST_BIND(symbol.st_info);
       std::string called = name(symbol.st_name);
+      if (binding == STB_GNU_UNIQUE) {
+        ++facts_.unique_symbols;
+        unique_.push_back(at);
+      }
       bool versioned = false;
       if (versions_) versioned = (get<uint16_t>(*versions_ + 2 * i) & ~kHidden) > VER_NDX_GLOBAL;
       bool undefined = symbol.st_shndx == SHN_UNDEF && binding != STB_LOCAL;
@@ -289,10 +314,6 @@ class Image {
       }
       uses_.push_back({symbol.st_name, quoted(called)});
       if (undefined && !versioned && binding == STB_GLOBAL) facts_.unknown.push_back(called);
-      if (binding == STB_GNU_UNIQUE) {
-        ++facts_.unique_symbols;
-        unique_.push_back(at);
-      }
     }
   }
 
@@ -356,6 +377,7 @@ class Image {
   std::vector<std::pair<uint64_t, Elf64_Phdr>> segments_;
   std::vector<std::pair<uint64_t, uint64_t>> needed_;  // where the entry is, its string
   std::map<int64_t, uint64_t> dynamic_;
+  std::pair<uint64_t, uint64_t> dynamic_range_, hash_range_;
   uint64_t strings_ = 0, strings_nbytes_ = 0, symbols_ = 0, symbol_count_ = 0, first_hashed_ = 0;
   std::optional<uint64_t> versions_;
   std::vector<Use> uses_;

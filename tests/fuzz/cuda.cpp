@@ -86,6 +86,11 @@ static std::vector<std::pair<uint64_t, uint64_t>> tables(const Bytes& file) {
   return out;
 }
 
+[[noreturn]] static void wrong(uint64_t k, const std::string& what) {
+  std::fprintf(stderr, "case %llu: %s\n", static_cast<unsigned long long>(k), what.c_str());
+  std::abort();
+}
+
 int main(int, char** argv) {
   std::string kind = argv[1];
   std::ifstream stream(argv[2], std::ios::binary);
@@ -111,10 +116,11 @@ int main(int, char** argv) {
       auto made = headrace::adapt_library({exact.get(), bytes.size()});
       ok = made.ok();
       // The two are one reader. What was changed has nothing left to change.
-      if (told.ok() != ok) std::abort();
+      if (told.ok() != ok) wrong(k, "read and adapted differ: " + made.status().message());
       if (ok) {
         auto again = headrace::read_library({exact.get(), bytes.size()});
-        if (again.ok() && (!again->shims.empty() || again->unique_symbols != 0)) std::abort();
+        if (again.ok() && (!again->shims.empty() || again->unique_symbols != 0))
+          wrong(k, again->shims.empty() ? "a unique symbol is left" : "left: " + again->shims[0]);
       }
     } else if (kind == "payload") {
       auto payload = headrace::read_cuda_payload(text);
@@ -126,7 +132,8 @@ int main(int, char** argv) {
           numel *= static_cast<uint64_t>(c.sizes[d]);
           last += (static_cast<uint64_t>(c.sizes[d]) - 1) * static_cast<uint64_t>(c.strides[d]);
         }
-        if (numel != 0 && (last + 1) * headrace::itemsize(c.dtype) > c.nbytes) std::abort();
+        if (numel != 0 && (last + 1) * headrace::itemsize(c.dtype) > c.nbytes)
+          wrong(k, "constant " + c.fqn + " reaches beyond its bytes");
       }
     } else {
       auto spec = headrace::read_host_spec(text);
@@ -138,7 +145,7 @@ int main(int, char** argv) {
         for (const auto& dims : spec->outputs) {
           for (const auto& dim : dims) {
             auto size = dim.value(symbols);
-            if (size.ok() && *size < 0) std::abort();
+            if (size.ok() && *size < 0) wrong(k, "a negative size");
           }
         }
       }
