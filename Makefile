@@ -51,6 +51,7 @@ wheel: .venv-dev/ready .venv-export/ready ## build the wheel into dist, check it
 fuzz: .venv-dev/ready .venv-export/ready ## thousands of damaged programs and data files; minutes
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.run --count 6000
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.run --count 1000 --only data_file
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.cuda --count 20000
 
 audit-public: .venv-dev/ready ## audit the public wheels of docs/audit.md; downloads about 0.9 GB
 	$(DEV) -m tests.audit.public_wheels build/public-wheels --check

@@ -33,7 +33,7 @@ WANTED = [
     r"headrace/_schema/program\.py",
     r"headrace/include/headrace/program\.h",
     r"headrace/lib/engine\.json",
-    r"headrace/lib/libheadrace\.so",
+    r"headrace/lib/libheadrace(_cuda|_shims|_stream)?\.so",
     r"headrace/lib/libexecutorch(_threadpool|_kernels_optimized|_backend_xnnpack|_etdump)?\.so",
     r"headrace/lib/LICENSE\.executorch",
     r"headrace-[\w.]+\.dist-info/licenses/(LICENSE|NOTICE)",

@@ -203,7 +203,7 @@ Status Instance::load_method() {
   }
   LogScope log(LogScope::kThrow);
   std::vector<IslandPlan> islands = islands_of(plan_);
-  LoadScope loading(plan_, islands);
+  LoadScope loading(plan_, islands, {&core_.delegate_state, &delegate_state_});
   CallContext context;
   DeviceGuard guard(device_, kPerThreadStream, &context);
   (void)core_.data_map.take_missing();

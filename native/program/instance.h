@@ -41,6 +41,7 @@ class ProgramCore {
   std::map<std::string, std::map<std::string, OptionValue>> options;
   DeviceRef device;  // never null
   int64_t max_steps = 0;
+  mutable DelegateState delegate_state;
 };
 
 // `status`, and what else failed while it was cleaned up after.
@@ -128,6 +129,7 @@ class Instance {
   DeviceRef device_;
   Shared& shared_;
   bool uses_device_;
+  DelegateState delegate_state_;  // before the method, whose delegates use it
   std::vector<Pages> arenas_;
   std::vector<BlockRef> device_arenas_;
   std::vector<executorch::runtime::Span<uint8_t>> spans_;

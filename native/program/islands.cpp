@@ -66,8 +66,8 @@ namespace {
 thread_local LoadScope* loading = nullptr;
 }
 
-LoadScope::LoadScope(const MethodPlan& method, const std::vector<IslandPlan>& islands)
-    : method_(method), islands_(islands), claimed_(islands.size(), 0), outer_(loading) {
+LoadScope::LoadScope(const MethodPlan& method, const std::vector<IslandPlan>& islands, LoadOwners owners)
+    : method_(method), islands_(islands), claimed_(islands.size(), 0), owners_(owners), outer_(loading) {
   loading = this;
 }
 LoadScope::~LoadScope() { loading = outer_; }
@@ -83,6 +83,9 @@ const IslandPlan* claim_island(const std::string& delegate, const void* payload)
   }
   return nullptr;
 }
+
+LoadOwners load_owners() { return loading == nullptr ? LoadOwners() : loading->owners_; }
+const MethodPlan* loading_method() { return loading == nullptr ? nullptr : &loading->method_; }
 
 bool uses_device(const MethodPlan& method) {
   for (const BufferPlan& buffer : method.buffers) {

@@ -6,6 +6,7 @@
 #include <optional>
 #include <unordered_map>
 
+#include "program/cuda_payload.h"
 #include "program/engine.h"
 #include "program/exit.h"
 #include "program/log.h"
@@ -102,10 +103,14 @@ Status check_payloads(const ProgramCore& core) {
   };
   for (const MethodPlan& method : core.plan.methods) {
     for (size_t i = 0; i < method.delegates.size(); ++i) {
-      if (method.delegates[i].id != kXnnpack) continue;
-      if (std::string wrong = check_xnnpack(method, i, find); !wrong.empty()) {
-        // Where data is missing, the text says already what to do.
-        if (wrong.find("pass the .ptd files") == std::string::npos) {
+      const DelegatePlan& delegate = method.delegates[i];
+      std::string wrong;
+      if (delegate.id == kXnnpack) wrong = check_xnnpack(method, i, find);
+      if (delegate.id == kCudaBackend) wrong = check_cuda_payload(delegate.payload, find);
+      if (!wrong.empty()) {
+        // Where data is missing, or the version is another, the text says already what to do.
+        if (wrong.find("pass the .ptd files") == std::string::npos &&
+            wrong.find("; export it with") == std::string::npos) {
           wrong += "; the file is damaged, export it again";
         }
         return Status(ErrorCode::kProgram, core.file->name() + ", method '" + method.name +

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include "cuda/delegate.h"
 #include "headrace/caller_stream.h"
 #include "headrace/program.h"
 #include "python/gil.h"
@@ -186,7 +187,10 @@ NB_MODULE(_core, m) {
   nb::set_leak_warnings(false);
   import_numpy();
 
-  m.def("initialize", [] { check(initialize()); });
+  m.def("initialize", [] {
+    check(initialize());
+    check(register_cuda_delegate());
+  });
   m.def("delegates", &registered_delegates);
   m.def("kernels", &registered_kernels);
   m.def("num_threads", &num_threads);
@@ -196,6 +200,7 @@ NB_MODULE(_core, m) {
   bind_buffer(m);
   bind_delegates(m);
   bind_record(m);
+  bind_cuda(m);
 
   nb::class_<Method>(m, "Method")
       .def_prop_ro("name", &Method::name)

@@ -28,8 +28,9 @@ from numpy.lib.npyio import NpzFile
 
 import headrace
 
-from . import doctor, pte
+from . import aoti, doctor, pte
 from .audit import command as audit
+from .audit import fatbin
 from .errors import HeadraceError, InputError, OptionError
 from .program import Method, ValueInfo
 
@@ -111,8 +112,10 @@ def _inspect(args: argparse.Namespace) -> int:
     if Path(args.file).suffix == ".ptd":
         return _inspect_data(args)
     file = pte.read(args.file)
+    islands = aoti.read(args.file) if aoti.DELEGATE in file.delegates else ()
     if args.json:
-        _print_json("inspect", {"file": args.file, "program": asdict(file)})
+        libraries = [{**asdict(i), "gpu_code": _gpu_code(args.file, i)} for i in islands]
+        _print_json("inspect", {"file": args.file, "program": asdict(file), "aoti": libraries})
         return OK
     for method in file.methods:
         print(f"method {method.name}")
@@ -127,11 +130,52 @@ def _inspect(args: argparse.Namespace) -> int:
             island = next((i for i in method.islands if i.instruction == step.index), None)
             size = f", payload {island.payload_nbytes} bytes" if island else ""
             print(f"    {step.index:3} {step.kind:8} {target}{size}")
+        for one in islands:
+            if one.method == method.name:
+                _print_aoti(args.file, one)
     if file.named_data:
         print(f"named data: {len(file.named_data)} entries")
     if keys := sorted({t.key for t in file.external}):
         print(f"needs data files with: {', '.join(keys)}")
     return OK
+
+
+def _gpu_code(path: str, island: aoti.Island) -> list[str]:
+    """The architectures of the GPU code in an island's library."""
+    image = aoti.library(path, island.library_key) if island.target == "cuda" else None
+    if image is None:
+        return []
+    found = [code.arch for part in fatbin.embedded(memoryview(image)) for code in fatbin.read(part).code]
+    return sorted(set(found))
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"[0-9]{1,9}", version)]
+
+
+def _print_aoti(path: str, island: aoti.Island) -> None:
+    size = "not in this file" if island.library_nbytes is None else f"{island.library_nbytes} bytes"
+    march = f", {island.march}" if island.march else ""
+    print(f"  AOTInductor library of instruction {island.instruction}: for {island.target}{march}, {size}")
+    if code := _gpu_code(path, island):
+        print(f"    GPU code for {', '.join(code)}")
+    if island.target == "cuda":
+        print("    its kernels run on a GPU alone")
+    for device in sorted({c.device for c in island.constants}):
+        group = [c for c in island.constants if c.device == device]
+        print(f"    {len(group)} constants on {device}, {sum(c.nbytes for c in group)} bytes")
+    for constant in island.constants:
+        print(f"      {constant.fqn}: {constant.dtype}{list(constant.shape)} on {constant.device}")
+    print(f"    needs {', '.join(island.needed) or 'no library'}")
+    newest: dict[tuple[str, str], str] = {}
+    for library, version in island.versions:
+        family = (library, version.partition("_")[0])
+        newest[family] = max(newest.get(family, version), version, key=_numbers)
+    for library in dict.fromkeys(library for library, _ in newest):
+        print(f"      of {library}: {', '.join(v for (name, _), v in newest.items() if name == library)}")
+    print(f"    calls {len(island.shims)} functions of headrace's: {', '.join(island.shims)}")
+    for line in island.missing:
+        print(f"    missing here: {line}")
 
 
 def _inspect_data(args: argparse.Namespace) -> int:

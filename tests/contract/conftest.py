@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import headrace
-from tests import programs
+from tests import aoti, programs
 from tests.programs.committed import __file__ as committed
 
 from . import delegates
@@ -129,9 +129,10 @@ class Golden:
     calls: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...]
     rtol: float = 1e-5
     atol: float = 1e-6
+    data: tuple[Any, ...] = ()
 
     def load(self, device: Any, **options: Any) -> headrace.Program:
-        return headrace.load(self.path, device=device, **options)
+        return headrace.load(self.path, data=self.data, device=device, **options)
 
     def inputs(self, call: int = 0) -> tuple[Any, ...]:
         return self.calls[call % len(self.calls)][0]
@@ -149,10 +150,15 @@ class Golden:
 
 @functools.cache
 def golden(name: str) -> Golden:
+    """A program of tests.programs; "aoti_NAME": one of tests.aoti, whose islands are native."""
+    data: tuple[Any, ...] = ()
     path = Path(committed).parent / f"{name}.pte"
     if path.exists():
         calls = programs.read_calls(path.with_suffix(".npz"))
         rtol, atol = 1e-5, 1e-6
+    elif name.startswith("aoti_"):
+        native = aoti.load(name.removeprefix("aoti_"))
+        path, data, calls, rtol, atol = native.path, native.data, native.calls, native.rtol, native.atol
     else:
         program = programs.load(name)
         path, calls, rtol, atol = program.path, program.calls, program.rtol, program.atol
@@ -161,4 +167,5 @@ def golden(name: str) -> Golden:
         tuple((tuple(v.data for v in c.inputs), tuple(v.data for v in c.outputs)) for c in calls),
         rtol,
         atol,
+        data,
     )

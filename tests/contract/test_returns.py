@@ -143,7 +143,9 @@ def test_several_outputs_and_shapes_that_change_cost_one_wait(
                 assert loaded["forward"].stats.last.synchronizations == 1
 
 
-@pytest.mark.parametrize("name", ["split_cuda", "split_cuda_resident", "chain25_cuda", "two_islands"])
+@pytest.mark.parametrize(
+    "name", ["split_cuda", "split_cuda_resident", "chain25_cuda", "two_islands", "aoti_chain"]
+)
 def test_on_the_cpu_nothing_is_staged_or_waited_for(name: str) -> None:
     """SY1, SY4: a program planned for a GPU, in host memory: copies are counted, staging is not there."""
     program = golden(name)
@@ -152,7 +154,9 @@ def test_on_the_cpu_nothing_is_staged_or_waited_for(name: str) -> None:
             assert program.right(loaded["forward"](*program.inputs(k), strict=True), k)
 
 
-@pytest.mark.parametrize("name", ["chain25_cuda_resident", "split_cuda_resident", "chain10", "chain1"])
+@pytest.mark.parametrize(
+    "name", ["chain25_cuda_resident", "split_cuda_resident", "chain10", "chain1", "aoti_chain_resident"]
+)
 def test_a_steady_state_call_costs_nothing_at_the_driver(name: str, sims: Devices) -> None:
     """SY4: with device-resident inputs and outputs: no byte staged, no wait, no allocation, no free."""
     program = golden(name)

@@ -16,7 +16,7 @@ LAYERS = [
     {"errors"},
     {"engine", "pte"},
     {"device"},
-    {"delegate"},
+    {"delegate", "aoti"},
     {"program"},
     {"graph", "ordering", "lanes", "timeline"},
     {"doctor", "bench", "testing", "sdk"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -52,7 +53,8 @@ class Library:
 
 
 def test_nothing_of_ours_and_of_the_engine_is_missing() -> None:
-    assert {"_core", "libheadrace"} <= {name(p) for p in OURS}
+    ours = {"_core", "libheadrace", "libheadrace_cuda", "libheadrace_shims", "libheadrace_stream"}
+    assert {name(p) for p in OURS} == ours
     assert {name(p) for p in ENGINES} == {
         "libexecutorch",
         "libexecutorch_threadpool",
@@ -96,6 +98,14 @@ def test_only_what_is_public_is_exported(path: Path) -> None:
     library = Library(path)
     if path == EXTENSION:
         assert library.exported == ["PyInit__core"]
+    elif name(path) == "libheadrace_shims":
+        # Visible to the whole process: ours by namespace, or by a prefix that stands for torch's, the CUDA run time's,
+        # the driver's, OpenMP's, and one for the C++ ABI's.
+        ours = re.compile(
+            r"_ZN8headrace5shims|aoti_hrace_[a-z_]|hrce[A-Z]|hr[A-Z]|HRMP_(parallel|barrier)$|__hra_thread_atexit$"
+        )
+        assert [s for s in library.exported if not ours.match(s)] == [] == library.weak
+        assert set(library.needed) <= {"libc.so.6", "ld-linux-x86-64.so.2"}
     else:
         assert library.exported
         assert [s for s in library.exported if "8headrace" not in s and not s.startswith("headrace_")] == []

@@ -1,0 +1,663 @@
+#include "cuda/shims.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sched.h>
+#include <setjmp.h>
+
+#include <atomic>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+// The C++ run time is not linked: memory by malloc, no standard container.
+
+namespace headrace::shims {
+
+namespace {
+
+struct Block {
+  Block* next;
+  size_t capacity;
+  // The memory follows at the alignment.
+};
+constexpr size_t kAlignment = 64;
+
+struct Storage {
+  std::atomic<int64_t> references{1};
+  void* base = nullptr;
+  size_t nbytes = 0;
+  int32_t device_type = kCpu, device_index = 0;
+  Arena* arena = nullptr;  // whose block it is; null: borrowed
+};
+
+thread_local Arena* current = nullptr;
+thread_local char error[512];
+
+}  // namespace
+
+struct Tensor {
+  Tensor* next;
+  Tensor** previous;  // what points here
+  Arena* arena;
+  Storage* storage;
+  int64_t offset;
+  int32_t dtype;
+  int ndim;
+  bool borrowed;
+  int64_t sizes[kMaxDims], strides[kMaxDims];
+
+  char* data() const;
+  int64_t numel() const {
+    int64_t n = 1;
+    for (int d = 0; d < ndim; ++d) n *= sizes[d];
+    return n;
+  }
+};
+
+struct Arena {
+  Tensor* tensors = nullptr;
+  Block* waiting = nullptr;
+  ArenaCounts counts;
+
+  void* take(size_t nbytes) {
+    Block** best = nullptr;
+    Block** largest = nullptr;
+    for (Block** at = &waiting; *at != nullptr; at = &(*at)->next) {
+      if (largest == nullptr || (*at)->capacity > (*largest)->capacity) largest = at;
+      if ((*at)->capacity >= nbytes && (best == nullptr || (*at)->capacity < (*best)->capacity)) best = at;
+    }
+    if (best != nullptr) {
+      Block* block = *best;
+      *best = block->next;
+      return memory(block);
+    }
+    if (largest != nullptr) {
+      Block* block = *largest;
+      *largest = block->next;
+      counts.nbytes -= block->capacity;
+      std::free(block);
+    }
+    size_t capacity = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
+    if (capacity < nbytes || capacity + kAlignment < capacity) return nullptr;
+    auto* block = static_cast<Block*>(std::aligned_alloc(kAlignment, capacity + kAlignment));
+    if (block == nullptr) return nullptr;
+    block->capacity = capacity;
+    counts.nbytes += capacity;
+    ++counts.allocations;
+    return memory(block);
+  }
+  void give(void* data) {
+    auto* block = reinterpret_cast<Block*>(static_cast<char*>(data) - kAlignment);
+    block->next = waiting;
+    waiting = block;
+  }
+  static void* memory(Block* block) { return reinterpret_cast<char*>(block) + kAlignment; }
+};
+
+namespace {
+
+size_t width(int32_t dtype) {
+  switch (static_cast<DType>(dtype)) {
+    case DType::kUInt8:
+    case DType::kInt8:
+    case DType::kBool:
+      return 1;
+    case DType::kInt16:
+    case DType::kUInt16:
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kInt32:
+    case DType::kUInt32:
+    case DType::kFloat32:
+      return 4;
+    case DType::kInt64:
+    case DType::kUInt64:
+    case DType::kFloat64:
+      return 8;
+  }
+  return 0;
+}
+
+__attribute__((format(printf, 1, 2))) int32_t fail(const char* pattern, ...) {
+  va_list arguments;
+  va_start(arguments, pattern);
+  std::vsnprintf(error, sizeof error, pattern, arguments);
+  va_end(arguments);
+  return 1;
+}
+
+// Elements from the first to behind the last; false where they cannot be counted.
+bool extent(int64_t ndim, const int64_t* sizes, const int64_t* strides, int64_t* out) {
+  int64_t last = 1;
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (sizes[d] < 0 || strides[d] < 0) return false;
+  }
+  for (int64_t d = 0; d < ndim; ++d) {
+    if (sizes[d] == 0) {
+      *out = 0;
+      return true;
+    }
+    int64_t step = 0;
+    if (__builtin_mul_overflow(sizes[d] - 1, strides[d], &step) || __builtin_add_overflow(last, step, &last))
+      return false;
+  }
+  *out = last;
+  return true;
+}
+
+void drop(Storage* storage) {
+  if (storage->references.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  if (storage->arena != nullptr) storage->arena->give(storage->base);
+  std::free(storage);
+}
+
+void destroy(Tensor* tensor) {
+  *tensor->previous = tensor->next;
+  if (tensor->next != nullptr) tensor->next->previous = tensor->previous;
+  --tensor->arena->counts.tensors;
+  drop(tensor->storage);
+  std::free(tensor);
+}
+
+// Takes the reference to `storage` over, also where it fails.
+Tensor* make(Arena* arena, Storage* storage, int64_t ndim, const int64_t* sizes, const int64_t* strides,
+             int64_t offset, int32_t dtype) {
+  auto* tensor = ndim < 0 || ndim > static_cast<int64_t>(kMaxDims)
+                     ? nullptr
+                     : static_cast<Tensor*>(std::malloc(sizeof(Tensor)));
+  if (tensor == nullptr) {
+    drop(storage);
+    (void)fail("no memory for a tensor, or a rank of %lld where at most %zu is known",
+               static_cast<long long>(ndim), kMaxDims);
+    return nullptr;
+  }
+  tensor->arena = arena;
+  tensor->storage = storage;
+  tensor->offset = offset;
+  tensor->dtype = dtype;
+  tensor->ndim = static_cast<int>(ndim);
+  tensor->borrowed = false;
+  for (int64_t d = 0; d < ndim; ++d) {
+    tensor->sizes[d] = sizes[d];
+    tensor->strides[d] = strides[d];
+  }
+  tensor->next = arena->tensors;
+  tensor->previous = &arena->tensors;
+  if (tensor->next != nullptr) tensor->next->previous = &tensor->next;
+  arena->tensors = tensor;
+  ++arena->counts.tensors;
+  return tensor;
+}
+
+Storage* make_storage(void* base, size_t nbytes, int32_t device_type, int32_t device_index) {
+  void* memory = std::malloc(sizeof(Storage));
+  if (memory == nullptr) return nullptr;
+  auto* storage = new (memory) Storage;
+  storage->base = base;
+  storage->nbytes = nbytes;
+  storage->device_type = device_type;
+  storage->device_index = device_index < 0 ? 0 : device_index;
+  return storage;
+}
+
+int32_t empty(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t device_type,
+              int32_t device_index, Tensor** out) {
+  int64_t elements = 0;
+  size_t nbytes = 0;
+  if (width(dtype) == 0) return fail("empty_strided: expected a dtype of those known, got number %d", dtype);
+  if (!extent(ndim, sizes, strides, &elements) ||
+      __builtin_mul_overflow(static_cast<size_t>(elements), width(dtype), &nbytes))
+    return fail("empty_strided: expected sizes and strides that can be allocated, got others");
+  if (current == nullptr) return fail("empty_strided: called outside headrace, on a thread with no arena");
+  if (device_type != kCpu)
+    return fail("empty_strided: expected host memory, got device type %d", device_type);
+  void* base = current->take(nbytes);
+  if (base == nullptr) return fail("empty_strided: %zu bytes of host memory could not be had", nbytes);
+  Storage* storage = make_storage(base, nbytes, device_type, device_index);
+  if (storage == nullptr) {
+    current->give(base);
+    return fail("empty_strided: no memory");
+  }
+  storage->arena = current;
+  *out = make(current, storage, ndim, sizes, strides, 0, dtype);
+  return *out == nullptr;
+}
+
+// Walks all elements of `to`, in its order, with the place in `from` (stride 0 where `from` has size 1).
+bool copy_elements(const Tensor* from, Tensor* to) {
+  if (from->ndim > to->ndim) return false;
+  int64_t steps[kMaxDims], index[kMaxDims] = {};
+  int lead = to->ndim - from->ndim;
+  for (int d = 0; d < to->ndim; ++d) {
+    int64_t size = d < lead ? 1 : from->sizes[d - lead];
+    if (size != to->sizes[d] && size != 1) return false;
+    steps[d] = size == 1 ? 0 : from->strides[d - lead];
+  }
+  size_t w = width(to->dtype);
+  for (int64_t left = to->numel(); left > 0; --left) {
+    int64_t source = 0, target = 0;
+    for (int d = 0; d < to->ndim; ++d) {
+      source += index[d] * steps[d];
+      target += index[d] * to->strides[d];
+    }
+    std::memcpy(to->data() + target * static_cast<int64_t>(w),
+                from->data() + source * static_cast<int64_t>(w), w);
+    for (int d = to->ndim; d-- > 0;) {
+      if (++index[d] < to->sizes[d]) break;
+      index[d] = 0;
+    }
+  }
+  return true;
+}
+
+// PyTorch's clone keeps strides that leave no gaps and overlap nowhere; others become contiguous.
+int32_t clone(const Tensor* from, bool preserve, Tensor** out) {
+  if (from->storage->device_type != kCpu) return fail("clone: expected host memory, got device memory");
+  int64_t elements = 0;
+  if (!extent(from->ndim, from->sizes, from->strides, &elements))
+    return fail("clone: expected countable sizes");
+  bool whole = elements == from->numel();
+  int64_t strides[kMaxDims], step = 1;
+  for (int d = from->ndim; d-- > 0;) {
+    strides[d] = preserve || whole ? from->strides[d] : step;
+    step *= from->sizes[d];
+  }
+  if (int32_t code = empty(from->ndim, from->sizes, strides, from->dtype, kCpu, 0, out)) return code;
+  if (preserve || whole) {
+    std::memcpy((*out)->data(), from->data(), static_cast<size_t>(elements) * width(from->dtype));
+  } else if (!copy_elements(from, *out)) {
+    return fail("clone: cannot happen");
+  }
+  return 0;
+}
+
+void (*on_check_failed)(const char*) = nullptr;
+
+}  // namespace
+
+char* Tensor::data() const {
+  return static_cast<char*>(storage->base) + offset * static_cast<int64_t>(width(dtype));
+}
+
+Arena* make_arena() {
+  void* memory = std::malloc(sizeof(Arena));
+  return memory == nullptr ? nullptr : new (memory) Arena;
+}
+
+void destroy_arena(Arena* arena) {
+  if (arena == nullptr) return;
+  while (arena->tensors != nullptr) destroy(arena->tensors);
+  while (arena->waiting != nullptr) {
+    Block* block = arena->waiting;
+    arena->waiting = block->next;
+    std::free(block);
+  }
+  std::free(arena);
+}
+
+ArenaCounts counts(const Arena* arena) { return arena->counts; }
+
+Arena* exchange_arena(Arena* arena) {
+  Arena* former = current;
+  current = arena;
+  return former;
+}
+
+Tensor* borrow(Arena* arena, void* memory, size_t storage_nbytes, int32_t dtype, int ndim,
+               const int64_t* sizes, const int64_t* strides, int64_t offset, int32_t device_type,
+               int32_t device_index) {
+  Storage* storage = make_storage(memory, storage_nbytes, device_type, device_index);
+  if (storage == nullptr) return nullptr;
+  Tensor* tensor = make(arena, storage, ndim, sizes, strides, offset, dtype);
+  if (tensor != nullptr) tensor->borrowed = true;
+  return tensor;
+}
+
+void end_borrow(Tensor* tensor) { destroy(tensor); }
+
+void release(Tensor* tensor) {
+  if (tensor != nullptr && !tensor->borrowed) destroy(tensor);
+}
+
+View view(const Tensor* t) {
+  return {t->data(), t->dtype, t->storage->device_type, t->ndim, t->sizes, t->strides};
+}
+
+const char* take_error() {
+  thread_local char taken[sizeof error];
+  std::memcpy(taken, error, sizeof error);
+  error[0] = 0;
+  return taken;
+}
+
+void set_on_check_failed(void (*function)(const char* message)) { on_check_failed = function; }
+
+// ---- ends of threads
+
+namespace {
+
+struct ThreadObject {
+  ThreadObject* next;  // an older one, whichever thread's
+  void (*end)(void*);
+  void* object;
+  const void* library;  // an address inside it
+  pthread_t thread;
+};
+
+// Every live object of every thread, latest first. `end` runs under the lock: it belongs to a library that
+// must not go meanwhile, and it is the end of a string.
+pthread_mutex_t objects_mutex = PTHREAD_MUTEX_INITIALIZER;
+ThreadObject* objects = nullptr;
+pthread_key_t objects_key;
+pthread_once_t objects_once = PTHREAD_ONCE_INIT;
+
+template <class Which>
+void end_objects(Which which) {
+  pthread_mutex_lock(&objects_mutex);
+  for (ThreadObject** at = &objects; *at != nullptr;) {
+    ThreadObject* object = *at;
+    if (!which(*object)) {
+      at = &object->next;
+      continue;
+    }
+    *at = object->next;
+    object->end(object->object);
+    std::free(object);
+  }
+  pthread_mutex_unlock(&objects_mutex);
+}
+
+void end_thread(void*) {
+  pthread_t self = pthread_self();
+  end_objects([&](const ThreadObject& o) { return pthread_equal(o.thread, self) != 0; });
+}
+
+}  // namespace
+
+// ---- parallel regions
+
+namespace {
+
+// The threads of one parallel region. Barriers are ours, because one that leaves early must not be waited
+// for.
+struct Team {
+  void (*run)(void*);
+  void* data;
+  std::atomic<int> expected{0};  // who takes part in barriers; 0: nobody has begun
+  std::atomic<uint32_t> barriers{0};
+  int arrived = 0;
+  bool failed = false;
+  char message[sizeof error] = {};
+  pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;  // of the two above, and of changes of `expected`
+};
+
+// Where the calling thread is in a team.
+struct Place {
+  Team* team;
+  Place* outer;
+  jmp_buf leave;
+};
+thread_local Place* place = nullptr;
+
+struct OpenMp {
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+  void (*barrier)() = nullptr;
+  int (*num_threads)() = nullptr;
+};
+OpenMp openmp;
+pthread_once_t openmp_once = PTHREAD_ONCE_INIT;
+
+void find_openmp() {
+  // The one that the library itself needs: it is loaded.
+  void* handle = dlopen("libgomp.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  if (handle == nullptr) return;
+  openmp.parallel = reinterpret_cast<decltype(openmp.parallel)>(dlsym(handle, "GOMP_parallel"));
+  openmp.barrier = reinterpret_cast<decltype(openmp.barrier)>(dlsym(handle, "GOMP_barrier"));
+  openmp.num_threads = reinterpret_cast<decltype(openmp.num_threads)>(dlsym(handle, "omp_get_num_threads"));
+}
+
+// With the mutex: lets the waiting go if all are there.
+void open_if_complete(Team& team) {
+  if (team.arrived == 0 || team.arrived < team.expected.load(std::memory_order_relaxed)) return;
+  team.arrived = 0;
+  team.barriers.fetch_add(1, std::memory_order_release);
+}
+
+void wait_for_team(Team& team) {
+  pthread_mutex_lock(&team.mutex);
+  uint32_t now = team.barriers.load(std::memory_order_relaxed);
+  ++team.arrived;
+  open_if_complete(team);
+  pthread_mutex_unlock(&team.mutex);
+  for (int k = 0; team.barriers.load(std::memory_order_acquire) == now; ++k) {
+    if (k > 2000) sched_yield();
+  }
+}
+
+void leave_team(Team& team) {
+  pthread_mutex_lock(&team.mutex);
+  team.expected.fetch_sub(1, std::memory_order_relaxed);
+  open_if_complete(team);
+  pthread_mutex_unlock(&team.mutex);
+}
+
+void run_in_team(void* argument) {
+  auto* team = static_cast<Team*>(argument);
+  int none = 0;
+  team->expected.compare_exchange_strong(none, openmp.num_threads());
+  Place here;
+  here.team = team;
+  here.outer = place;
+  place = &here;
+  if (_setjmp(here.leave) == 0) {
+    team->run(team->data);
+  } else {
+    leave_team(*team);
+  }
+  place = here.outer;
+}
+
+// From a check that failed: out of the parallel region, over frames of generated code that own nothing.
+[[noreturn]] void leave_region() {
+  Team& team = *place->team;
+  pthread_mutex_lock(&team.mutex);
+  if (!team.failed) std::memcpy(team.message, error, sizeof error);
+  team.failed = true;
+  pthread_mutex_unlock(&team.mutex);
+  _longjmp(place->leave, 1);
+}
+
+}  // namespace
+
+void end_thread_objects(const void* begin, const void* end) {
+  end_objects([&](const ThreadObject& o) { return o.library >= begin && o.library < end; });
+}
+
+}  // namespace headrace::shims
+
+// ---- what libraries call
+
+using headrace::shims::Arena;
+using headrace::shims::Tensor;
+namespace shims = headrace::shims;
+
+#define SHIM extern "C" __attribute__((visibility("default")))
+#define NAMED(name) aoti_hrace_##name
+
+// __cxa_thread_atexit of the Itanium C++ ABI, for libraries that may be closed while the thread lives.
+SHIM int __hra_thread_atexit(void (*end)(void*), void* object, void* library) {
+  pthread_once(&shims::objects_once, [] { pthread_key_create(&shims::objects_key, shims::end_thread); });
+  auto* entry = static_cast<shims::ThreadObject*>(std::malloc(sizeof(shims::ThreadObject)));
+  if (entry == nullptr) return -1;
+  // Any value but null makes pthread call end_thread.
+  pthread_setspecific(shims::objects_key, &shims::objects);
+  pthread_mutex_lock(&shims::objects_mutex);
+  *entry = {shims::objects, end, object, library, pthread_self()};
+  shims::objects = entry;
+  pthread_mutex_unlock(&shims::objects_mutex);
+  return 0;
+}
+
+// GOMP_parallel and GOMP_barrier of libgomp, for libraries with checks of their own.
+SHIM void HRMP_parallel(void (*run)(void*), void* data, unsigned threads, unsigned flags) {
+  pthread_once(&shims::openmp_once, shims::find_openmp);
+  shims::Team team{run, data};
+  shims::openmp.parallel(shims::run_in_team, &team, threads, flags);
+  if (!team.failed) return;
+  std::memcpy(shims::error, team.message, sizeof shims::error);
+  if (shims::on_check_failed != nullptr) shims::on_check_failed(team.message);
+}
+SHIM void HRMP_barrier() {
+  if (shims::place != nullptr) {
+    shims::wait_for_team(*shims::place->team);
+  } else {
+    pthread_once(&shims::openmp_once, shims::find_openmp);
+    shims::openmp.barrier();
+  }
+}
+
+SHIM int32_t NAMED(device_type_cpu)() { return shims::kCpu; }
+SHIM int32_t NAMED(device_type_cuda)() { return shims::kCuda; }
+SHIM int32_t NAMED(layout_strided)() { return 0; }
+
+// torch numbers dtypes as ExecuTorch does (c10/core/ScalarType.h).
+#define DTYPE(name, value) \
+  SHIM int32_t NAMED(dtype_##name)() { return static_cast<int32_t>(headrace::DType::value); }
+DTYPE(uint8, kUInt8)
+DTYPE(int8, kInt8)
+DTYPE(int16, kInt16)
+DTYPE(int32, kInt32)
+DTYPE(int64, kInt64)
+DTYPE(uint16, kUInt16)
+DTYPE(uint32, kUInt32)
+DTYPE(uint64, kUInt64)
+DTYPE(float16, kFloat16)
+DTYPE(float32, kFloat32)
+DTYPE(float64, kFloat64)
+DTYPE(bool, kBool)
+DTYPE(bfloat16, kBFloat16)
+SHIM size_t NAMED(dtype_element_size)(int32_t dtype) { return shims::width(dtype); }
+
+// There are no gradients here.
+SHIM bool NAMED(grad_mode_is_enabled)() { return false; }
+SHIM void NAMED(grad_mode_set_enabled)(bool) {}
+
+SHIM void NAMED(warn)(const char* function, const char*, uint32_t line, const char* message) {
+  std::fprintf(stderr, "headrace: a library warns (%s, line %u): %s\n", function, line, message);
+}
+SHIM void NAMED(check)(bool holds, const char* function, const char*, uint32_t line, const char* message) {
+  if (holds) return;
+  (void)shims::fail("%s (%s, line %u)", message, function, line);
+  if (shims::place != nullptr) shims::leave_region();
+  if (shims::on_check_failed != nullptr) shims::on_check_failed(shims::error);
+}
+
+SHIM int32_t NAMED(empty_strided)(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                                  int32_t device_type, int32_t device_index, Tensor** out) {
+  return shims::empty(ndim, sizes, strides, dtype, device_type, device_index, out);
+}
+SHIM int32_t NAMED(empty_strided_pinned)(int64_t ndim, const int64_t* sizes, const int64_t* strides,
+                                         int32_t dtype, int32_t, int32_t, Tensor** out) {
+  return shims::empty(ndim, sizes, strides, dtype, shims::kCpu, 0, out);
+}
+SHIM int32_t NAMED(delete_tensor_object)(Tensor* tensor) {
+  shims::release(tensor);
+  return 0;
+}
+
+// `data` is where the storage begins, as in torch: the first element is `offset` further on.
+SHIM int32_t NAMED(create_tensor_from_blob)(void* data, int64_t ndim, const int64_t* sizes,
+                                            const int64_t* strides, int64_t offset, int32_t dtype,
+                                            int32_t device_type, int32_t device_index, Tensor** out) {
+  int64_t elements = 0;
+  size_t nbytes = 0;
+  if (shims::width(dtype) == 0 || offset < 0 || !shims::extent(ndim, sizes, strides, &elements) ||
+      __builtin_add_overflow(elements, offset, &elements) ||
+      __builtin_mul_overflow(static_cast<size_t>(elements), shims::width(dtype), &nbytes))
+    return shims::fail("create_tensor_from_blob: expected a known dtype and countable sizes, got others");
+  if (shims::current == nullptr) return shims::fail("create_tensor_from_blob: called outside headrace");
+  auto* storage = shims::make_storage(data, nbytes, device_type, device_index);
+  if (storage == nullptr) return shims::fail("create_tensor_from_blob: no memory");
+  *out = shims::make(shims::current, storage, ndim, sizes, strides, offset, dtype);
+  return *out == nullptr;
+}
+SHIM int32_t NAMED(create_tensor_from_blob_v2)(void* data, int64_t ndim, const int64_t* sizes,
+                                               const int64_t* strides, int64_t offset, int32_t dtype,
+                                               int32_t device_type, int32_t device_index, Tensor** out,
+                                               int32_t layout, const uint8_t*, int64_t metadata_nbytes) {
+  if (layout != 0 || metadata_nbytes != 0)
+    return shims::fail("create_tensor_from_blob_v2: expected a strided tensor, got layout %d", layout);
+  return NAMED(create_tensor_from_blob)(data, ndim, sizes, strides, offset, dtype, device_type, device_index,
+                                        out);
+}
+
+// `step` is added to the offset of the tensor.
+SHIM int32_t NAMED(_reinterpret_tensor)(Tensor* tensor, int64_t ndim, const int64_t* sizes,
+                                        const int64_t* strides, int64_t step, Tensor** out) {
+  ++tensor->storage->references;
+  *out =
+      shims::make(tensor->arena, tensor->storage, ndim, sizes, strides, tensor->offset + step, tensor->dtype);
+  return *out == nullptr;
+}
+SHIM int32_t NAMED(new_tensor_handle)(Tensor* tensor, Tensor** out) {
+  return NAMED(_reinterpret_tensor)(tensor, tensor->ndim, tensor->sizes, tensor->strides, 0, out);
+}
+SHIM int32_t NAMED(assign_tensors_out)(Tensor* tensor, Tensor** out) {
+  return NAMED(new_tensor_handle)(tensor, out);
+}
+SHIM int32_t NAMED(clone)(Tensor* tensor, Tensor** out) { return shims::clone(tensor, false, out); }
+SHIM int32_t NAMED(clone_preserve_strides)(Tensor* tensor, Tensor** out) {
+  return shims::clone(tensor, true, out);
+}
+
+SHIM int32_t NAMED(copy_)(Tensor* to, Tensor* from, int32_t) {
+  if (to->storage->device_type != shims::kCpu || from->storage->device_type != shims::kCpu)
+    return shims::fail("copy_: expected host memory, got device memory");
+  if (to->dtype != from->dtype)
+    return shims::fail("copy_: expected one dtype, got numbers %d and %d", to->dtype, from->dtype);
+  if (!shims::copy_elements(from, to))
+    return shims::fail("copy_: expected shapes that broadcast, got others");
+  return 0;
+}
+
+#define GET(name, type, expression)                        \
+  SHIM int32_t NAMED(get_##name)(Tensor * t, type * out) { \
+    *out = expression;                                     \
+    return 0;                                              \
+  }
+GET(data_ptr, void*, t->data())
+GET(dim, int64_t, t->ndim)
+GET(numel, int64_t, t->numel())
+GET(sizes, int64_t*, t->sizes)
+GET(strides, int64_t*, t->strides)
+GET(storage_offset, int64_t, t->offset)
+GET(storage_size, int64_t, static_cast<int64_t>(t->storage->nbytes))
+GET(dtype, int32_t, t->dtype)
+GET(device_type, int32_t, t->storage->device_type)
+GET(device_index, int32_t, t->storage->device_index)
+GET(layout, int32_t, (static_cast<void>(t), 0))
+
+#define ITEM(name, type)                                                                                     \
+  SHIM int32_t NAMED(item_##name)(Tensor * t, type * out) {                                                  \
+    if (t->storage->device_type != shims::kCpu || t->numel() != 1 || shims::width(t->dtype) != sizeof(type)) \
+      return shims::fail("item_" #name ": expected one element in host memory, got something else");         \
+    std::memcpy(out, t->data(), sizeof(type));                                                               \
+    return 0;                                                                                                \
+  }
+ITEM(bool, bool)
+ITEM(uint8, uint8_t)
+ITEM(int8, int8_t)
+ITEM(int16, int16_t)
+ITEM(int32, int32_t)
+ITEM(int64, int64_t)
+ITEM(uint16, uint16_t)
+ITEM(uint32, uint32_t)
+ITEM(uint64, uint64_t)
+ITEM(float16, uint16_t)
+ITEM(bfloat16, uint16_t)
+ITEM(float32, float)
+ITEM(float64, double)

@@ -1,0 +1,64 @@
+// What is known of AOTInductor libraries without running them.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "cuda/library.h"
+#include "program/cuda_payload.h"
+#include "python/objects.h"
+
+namespace headrace {
+
+namespace {
+
+nb::list texts(const std::vector<std::string>& items) {
+  nb::list out;
+  for (const std::string& item : items) out.append(text_of(item));
+  return out;
+}
+
+nb::dict library_facts(nb::bytes image) {
+  auto facts = read_library({reinterpret_cast<const uint8_t*>(image.c_str()), image.size()});
+  check(facts.status());
+  auto missing = missing_shims(facts->shims);
+  check(missing.status());
+  nb::dict out;
+  out["cuda"] = facts->cuda;
+  out["needed"] = texts(facts->needed);
+  nb::list versions;
+  for (const VersionNeed& v : facts->versions)
+    versions.append(nb::make_tuple(text_of(v.library), text_of(v.version)));
+  out["versions"] = versions;
+  out["shims"] = texts(facts->shims);
+  out["missing_shims"] = texts(*missing);
+  out["missing_needs"] = texts(missing_needs(*facts));
+  return out;
+}
+
+nb::dict cuda_payload(nb::bytes bytes) {
+  auto payload = read_cuda_payload({bytes.c_str(), bytes.size()});
+  check(payload.status());
+  nb::list constants;
+  for (const CudaConstant& c : payload->constants) {
+    nb::dict one;
+    one["fqn"] = text_of(c.fqn);
+    one["key"] = text_of(c.key);
+    one["nbytes"] = c.nbytes;
+    one["dtype"] = dtype_name(c.dtype);
+    one["device"] = c.device == 0 ? "cpu" : "cuda";
+    one["shape"] = nb::tuple(nb::cast(c.sizes));
+    constants.append(one);
+  }
+  nb::dict out;
+  out["library_key"] = text_of(payload->library_key);
+  out["constants"] = constants;
+  return out;
+}
+
+}  // namespace
+
+void bind_cuda(nb::module_& m) {
+  m.def("library_facts", &library_facts, nb::arg("image"));
+  m.def("read_cuda_payload", &cuda_payload, nb::arg("payload"));
+}
+
+}  // namespace headrace

@@ -1,0 +1,124 @@
+// AOTInductor islands in programs that the engine's own `Module` runs: the delegate is there because its
+// library is linked, or was opened.
+//
+//     module host PROGRAM
+//     module sim|memory PROGRAM DATA INPUT OUTPUT      (float32[8, 64] and float32[8, 32], raw)
+#include <dlfcn.h>
+#include <executorch/extension/module/module.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "headrace/device.h"
+#include "headrace/device_guard.h"
+#include "headrace/program.h"
+#include "program/allocator.h"
+
+namespace et = executorch::runtime;
+using executorch::aten::ScalarType;
+using executorch::aten::Tensor;
+using executorch::aten::TensorImpl;
+using executorch::extension::Module;
+
+#define CHECK(...)                                                           \
+  do {                                                                       \
+    if (!(__VA_ARGS__)) {                                                    \
+      std::fprintf(stderr, "line %d: not so: %s\n", __LINE__, #__VA_ARGS__); \
+      std::_Exit(1);                                                         \
+    }                                                                        \
+  } while (false)
+
+struct Array {
+  std::vector<int32_t> sizes, strides;
+  std::vector<uint8_t> order;
+  TensorImpl impl;
+  Array(std::vector<int32_t> shape, void* data, bool device)
+      : sizes(std::move(shape)),
+        strides(steps(sizes)),
+        order(count(sizes.size())),
+        impl(ScalarType::Float, static_cast<ssize_t>(sizes.size()), sizes.data(), data, order.data(),
+             strides.data(), et::TensorShapeDynamism::STATIC,
+             device ? et::etensor::DeviceType::CUDA : et::etensor::DeviceType::CPU, 0) {}
+  et::EValue value() { return et::EValue(Tensor(&impl)); }
+  static std::vector<int32_t> steps(const std::vector<int32_t>& sizes) {
+    std::vector<int32_t> out(sizes.size());
+    int32_t step = 1;
+    for (size_t d = sizes.size(); d-- > 0; step *= sizes[d]) out[d] = step;
+    return out;
+  }
+  static std::vector<uint8_t> count(size_t n) {
+    std::vector<uint8_t> out(n);
+    for (size_t d = 0; d < n; ++d) out[d] = static_cast<uint8_t>(d);
+    return out;
+  }
+};
+
+static std::vector<float> numbers(const char* path) {
+  std::ifstream file(path, std::ios::binary);
+  std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
+  std::vector<float> out(bytes.size() / sizeof(float));
+  std::memcpy(out.data(), bytes.data(), out.size() * sizeof(float));
+  return out;
+}
+
+// On the host, with no device bound: constants and library come from a loader that frees what it gave.
+static void host(const char* path) {
+  for (int round = 0; round < 3; ++round) {
+    Module module(path);
+    float x[] = {1, 2, 3};
+    Array in({3}, x, false);
+    auto out = module.forward(in.value());
+    CHECK(out.ok());
+    const float* y = out->at(0).toTensor().const_data_ptr<float>();
+    CHECK(y[0] == 2 && y[1] == 3 && y[2] == 4);
+  }
+}
+
+static void simulated(char** argv, bool wrong) {
+  auto sim = headrace::make_sim_device({.schedule = headrace::SimOptions::Schedule::kLate});
+  std::vector<float> x = numbers(argv[4]), want = numbers(argv[5]);
+  CHECK(x.size() == 8 * 64 && want.size() == 8 * 32);
+  headrace::CallContext context;
+  headrace::DeviceGuard guard(sim, headrace::kPerThreadStream, &context);
+  Module module(argv[2], argv[3]);
+  auto a = sim->allocate(x.size() * 4, guard.stream()), b = sim->allocate(want.size() * 4, guard.stream());
+  CHECK(a.ok() && b.ok());
+  CHECK(sim->copy(*a, x.data(), x.size() * 4, guard.stream()).ok());
+  // What the engine takes for device memory because it is told so.
+  Array in({8, 64}, wrong ? static_cast<void*>(x.data()) : *a, true), out({8, 32}, *b, true);
+  CHECK(module.load_method("forward") == et::Error::Ok);
+  CHECK(module.set_output("forward", out.value(), 0) == et::Error::Ok);
+  auto result = module.forward(in.value());
+  if (wrong) {
+    CHECK(!result.ok());
+    std::printf("%s\n", context.failure.message().c_str());
+    CHECK(context.failure.code() == headrace::ErrorCode::kDelegate);
+    return;
+  }
+  if (!result.ok()) std::fprintf(stderr, "%s\n", context.failure.message().c_str());
+  CHECK(result.ok());
+  CHECK(sim->pending() > 0);
+  std::vector<float> got(want.size());
+  CHECK(sim->copy(got.data(), *b, got.size() * 4, guard.stream()).ok());
+  CHECK(sim->synchronize(guard.stream()).ok());
+  for (size_t i = 0; i < got.size(); ++i) CHECK(std::fabs(got[i] - want[i]) < 1e-5);
+}
+
+int main(int, char** argv) {
+  CHECK(headrace::initialize().ok());
+  if (const char* library = std::getenv("OPEN")) CHECK(dlopen(library, RTLD_NOW | RTLD_LOCAL) != nullptr);
+  std::string scenario = argv[1];
+  if (scenario == "host") {
+    host(argv[2]);
+  } else {
+    simulated(argv, scenario == "memory");
+  }
+  int known = 0;
+  for (const std::string& name : headrace::registered_delegates()) known += name == "CudaBackend";
+  CHECK(known == 1);
+}
