@@ -234,11 +234,9 @@ def _compile(method: str, program: ExportedProgram, target: Target) -> tuple[byt
     try:
         with torch.no_grad(), _libtorch_calls(calls):
             files = torch._inductor.aot_compile(program.module(), inputs, options=_options(target))
-    except _CallsLibtorch:
-        raise _refused(method, program, calls) from None
-    except ExportError:
-        raise
     except Exception as error:
+        if calls:
+            raise _refused(method, program, calls) from None
         node = getattr(error, "node", None)
         raise ExportError(
             f"{method}: expected AOTInductor to compile the island, got {type(error).__name__}: {error}; "

@@ -22,6 +22,7 @@ aten = torch.ops.aten
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """A decomposition for each operator, for ``ExportedProgram.run_decompositions``."""
     table: dict[Any, Callable[..., Any]] = torch.export.default_decompositions()  # type: ignore[assignment]
+    table.update(_views())
     table.update(
         {
             aten.mm.default: mm,
@@ -34,6 +35,20 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
             aten.cumsum.default: cumsum,
         }
     )
+    return table
+
+
+def _views() -> dict[Any, Callable[..., Any]]:
+    """The exporter makes every view a copy (``aten.slice_copy``), which Inductor calls libtorch for: views again."""
+    table: dict[Any, Callable[..., Any]] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        base, copy, overload = name.partition("_copy")
+        if not copy or not base.startswith("aten::") or overload.endswith("out") or overload[:1] not in ("", "."):
+            continue
+        view, copied = (getattr(aten, base.removeprefix("aten::") + end, None) for end in ("", copy))
+        which = overload.removeprefix(".") or "default"
+        if view is not None and copied is not None and hasattr(view, which) and hasattr(copied, which):
+            table[getattr(copied, which)] = getattr(view, which)
     return table
 
 

@@ -16,7 +16,9 @@ FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<
 def operator(node: torch.fx.Node) -> str:
     """The operator's name with its overload: ``aten.topk.default``."""
     target: Any = node.target
-    target = getattr(target, "_op", target)
+    if not isinstance(target, torch._ops.OpOverload):
+        # The exporter's edge dialect wraps operators.
+        target = getattr(target, "_op", target)
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
