@@ -338,7 +338,8 @@ def two_methods() -> Export:
 
 
 class Split(torch.nn.Module):
-    """One constant that both of the islands of AOTInductor read, and an operator between them."""
+    """One constant that both of the islands of AOTInductor read, an operator between them, and a size that both
+    need."""
 
     def __init__(self):
         super().__init__()
@@ -346,14 +347,17 @@ class Split(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(8, 8) * 0.3)
 
     def forward(self, x):
-        return torch.relu(F.gelu(x @ self.weight)) @ self.weight + x
+        batch = x.shape[0]
+        halves = F.gelu(x @ self.weight).view(batch * 2, 4)
+        return torch.relu(halves).view(batch, 8) @ self.weight + x
 
 
 @model
 def split() -> Export:
+    calls = [(randn(n, 8, seed=n),) for n in (4, 2, 7, 3)]
     return Export(
-        forward(Split(), several((4, 8))),
+        forward(Split(), calls, {"x": {0: Dim("batch", min=2, max=7)}}),
         {"delegates": (Claims("TestA", (aten.relu.default,)), Aoti())},
         delegates=("TestA", "CudaBackend"),
-        note="AOTInductor, a Python delegate, AOTInductor, with a constant of both islands",
+        note="AOTInductor, a Python delegate, AOTInductor; dynamic batch, a constant of both islands",
     )

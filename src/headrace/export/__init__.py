@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 from .. import pte
 from .target import Target
 
-__all__ = ["Aoti", "Exported", "ExportDelegate", "Plan", "Target", "export"]
+__all__ = ["Aoti", "ExportDelegate", "Exported", "Plan", "Target", "export"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,7 @@ class Aoti:
     def partitioner(self, plan: Plan) -> Any:
         from .aoti import AotiPartitioner
 
-        return AotiPartitioner(
-            plan.target, method=plan.method, device=plan.device, data_file=plan.data_file
-        )
+        return AotiPartitioner(plan.target, method=plan.method, device=plan.device, data_file=plan.data_file)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from ..errors import ExportError
 from ..pte import INPUTS_SPEC
 from .decompositions import decompositions
-from .node import described, source_line
+from .node import described
 from .payload import CPU, Constant, encode
 from .shapes import Shapes
 from .target import Target
@@ -58,14 +58,46 @@ ALIGNMENT = 64
 # What the run time answers for a host library; a symbol outside is a library that will not load.
 SHIMS = frozenset(
     "aoti_torch_" + name
-    for name in (
-        "assign_tensors_out check clone clone_preserve_strides copy_ create_tensor_from_blob "
-        "create_tensor_from_blob_v2 delete_tensor_object device_type_cpu device_type_cuda dtype_bfloat16 "
-        "dtype_bool dtype_float16 dtype_float32 dtype_float64 dtype_int16 dtype_int32 dtype_int64 dtype_int8 "
-        "dtype_uint8 empty_strided get_data_ptr get_device_index get_device_type get_dim get_dtype get_numel "
-        "get_sizes get_storage_offset get_storage_size get_strides grad_mode_is_enabled grad_mode_set_enabled "
-        "item_bool layout_strided new_tensor_handle _reinterpret_tensor warn"
-    ).split()
+    for name in [
+        "assign_tensors_out",
+        "check",
+        "clone",
+        "clone_preserve_strides",
+        "copy_",
+        "create_tensor_from_blob",
+        "create_tensor_from_blob_v2",
+        "delete_tensor_object",
+        "device_type_cpu",
+        "device_type_cuda",
+        "dtype_bfloat16",
+        "dtype_bool",
+        "dtype_float16",
+        "dtype_float32",
+        "dtype_float64",
+        "dtype_int16",
+        "dtype_int32",
+        "dtype_int64",
+        "dtype_int8",
+        "dtype_uint8",
+        "empty_strided",
+        "get_data_ptr",
+        "get_device_index",
+        "get_device_type",
+        "get_dim",
+        "get_dtype",
+        "get_numel",
+        "get_sizes",
+        "get_storage_offset",
+        "get_storage_size",
+        "get_strides",
+        "grad_mode_is_enabled",
+        "grad_mode_set_enabled",
+        "item_bool",
+        "layout_strided",
+        "new_tensor_handle",
+        "_reinterpret_tensor",
+        "warn",
+    ]
 )
 
 
@@ -128,7 +160,9 @@ class AotiPartitioner(Partitioner):  # type: ignore[misc]
         return specs
 
 
-class _Left(OperatorSupportBase):
+class _Left(OperatorSupportBase):  # type: ignore[misc]
+    """Operators that no delegate has yet."""
+
     def __init__(self, left: set[torch.fx.Node]) -> None:
         self.left = left
 
@@ -230,13 +264,13 @@ def _compile(method: str, program: ExportedProgram, target: Target) -> tuple[byt
     """The library, its constants by name with Inductor's record of each, and the source of its wrapper."""
     program = program.run_decompositions(decompositions())
     inputs = tuple(_inputs(method, program))
-    calls: list[tuple[str, list[torch.fx.Node]]] = []
+    calls: dict[str, list[torch.fx.Node]] = {}
     try:
         with torch.no_grad(), _libtorch_calls(calls):
             files = torch._inductor.aot_compile(program.module(), inputs, options=_options(target))
     except Exception as error:
         if calls:
-            raise _refused(method, program, calls) from None
+            raise _refused(method, calls) from None
         node = getattr(error, "node", None)
         raise ExportError(
             f"{method}: expected AOTInductor to compile the island, got {type(error).__name__}: {error}; "
@@ -244,7 +278,9 @@ def _compile(method: str, program: ExportedProgram, target: Target) -> tuple[byt
             node=node.name if isinstance(node, torch.fx.Node) else None,
         ) from error
     if not isinstance(files, list):
-        raise ExportError(f"{method}: expected a list of files from AOTInductor, got {files!r}; use torch 2.13")
+        raise ExportError(
+            f"{method}: expected a list of files from AOTInductor, got {files!r}; use torch 2.13"
+        )
     paths = [Path(f) for f in files if isinstance(f, str)]
     (library,) = (p for p in paths if p.name.endswith(".wrapper.so"))
     (source,) = (p for p in paths if p.name.endswith(".wrapper.cpp"))
@@ -280,23 +316,28 @@ class _CallsLibtorch(Exception):
 
 
 @contextlib.contextmanager
-def _libtorch_calls(calls: list[tuple[str, list[torch.fx.Node]]]) -> Iterator[None]:
+def _libtorch_calls(calls: dict[str, list[torch.fx.Node]]) -> Iterator[None]:
     """Collect every kernel of libtorch that generated code would call, with the nodes it comes from, and stop
     before the C++ compiler is started if there is one. Inductor has no setting for that."""
     extern, shim = Scheduler.codegen_extern_call, CppWrapperCpu.generate_c_shim_extern_kernel_call
     lookup, build = CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot, AotCodeCompiler.compile
-    current: list[torch.fx.Node] = []
+    origins: dict[str, list[torch.fx.Node]] = {}
 
     def codegen_extern_call(self: Any, scheduler_node: Any) -> None:
-        current[:] = sorted(scheduler_node.node.get_origins(), key=lambda n: n.name)
+        # Calls are generated later, without the node; each is known by the kernel's name.
+        node = scheduler_node.node
+        for name in (getattr(node, "cpp_kernel_name", None), getattr(node, "op_overload", None)):
+            if name is not None:
+                found = sorted(node.get_origins(), key=lambda n: str(n.name))
+                origins.setdefault(str(name), []).extend(n for n in found if n.op == "call_function")
         extern(self, scheduler_node)
 
     def c_shim(self: Any, kernel: str, *args: Any, **kwargs: Any) -> None:
-        calls.append((kernel, list(current)))
+        calls.setdefault(kernel, origins.get(kernel, []))
         shim(self, kernel, *args, **kwargs)
 
     def runtime_lookup(self: Any, op_overload: Any, *args: Any, **kwargs: Any) -> None:
-        calls.append((str(op_overload), list(current)))
+        calls.setdefault(str(op_overload), origins.get(str(op_overload), []))
         lookup(self, op_overload, *args, **kwargs)
 
     def compile_code(*args: Any, **kwargs: Any) -> Any:
@@ -317,29 +358,23 @@ def _libtorch_calls(calls: list[tuple[str, list[torch.fx.Node]]]) -> Iterator[No
         AotCodeCompiler.compile = build
 
 
-def _refused(
-    method: str, program: ExportedProgram, calls: list[tuple[str, list[torch.fx.Node]]]
-) -> ExportError:
-    names = []
-    first = None
-    for kernel, origins in calls:
-        # Inductor's nodes are copies; the island's own carries the operator as it was exported.
-        line = next((source_line(n) for n in origins if source_line(n)), None)
-        node = next((n for n in program.graph.nodes if line and source_line(n) == line), None)
-        node = next((n for n in origins if n.op == "call_function"), node)
-        names.append(f"{described(node) if node is not None else 'an operator'} by {kernel}")
-        first = first or (node.name if node is not None else None)
+def _refused(method: str, calls: Mapping[str, list[torch.fx.Node]]) -> ExportError:
+    found = [node for nodes in calls.values() for node in nodes]
+    names = [
+        f"{', '.join(map(described, nodes)) or 'an operator'} by {kernel}" for kernel, nodes in calls.items()
+    ]
     return ExportError(
-        f"{method}: expected code that needs no libtorch, got {len(calls)} calls of it: {'; '.join(names)}; "
-        "leave these operators to another delegate, or write them differently",
-        node=first,
+        f"{method}: expected code that needs no libtorch, got calls of {len(calls)} of its kernels: "
+        f"{'; '.join(names)}; leave these operators to another delegate, or write them differently",
+        node=found[0].name if found else None,
     )
 
 
 def _storage(tensor: torch.Tensor) -> bytes:
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-    return flat.numpy().tobytes()
+    data: bytes = flat.numpy().tobytes()
+    return data
 
 
 # -------------------- what came out
@@ -361,7 +396,8 @@ def _check_value(method: str, fqn: str, tensor: torch.Tensor, weights: Mapping[s
 
 def _plain(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    data: bytes = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return data
 
 
 def _check_source(method: str, source: str, entries: list[Constant]) -> None:

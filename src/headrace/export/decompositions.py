@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """A decomposition for each operator, for ``ExportedProgram.run_decompositions``."""
-    table: dict[Any, Callable[..., Any]] = torch.export.default_decompositions()  # type: ignore[assignment]
+    table: dict[Any, Callable[..., Any]] = torch.export.default_decompositions()
     table.update(_views())
     table.update(
         {
@@ -43,7 +43,12 @@ def _views() -> dict[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = {}
     for name in torch._C._dispatch_get_all_op_names():
         base, copy, overload = name.partition("_copy")
-        if not copy or not base.startswith("aten::") or overload.endswith("out") or overload[:1] not in ("", "."):
+        if (
+            not copy
+            or not base.startswith("aten::")
+            or overload.endswith("out")
+            or overload[:1] not in ("", ".")
+        ):
             continue
         view, copied = (getattr(aten, base.removeprefix("aten::") + end, None) for end in ("", copy))
         which = overload.removeprefix(".") or "default"
@@ -212,7 +217,9 @@ def _as_direct(
         if stride[d] > 1:
             # One element and stride - 1 zeros, again and again; the last zeros are cut off.
             length = x.shape[2 + d]
-            spread = aten.constant_pad_nd(x.unsqueeze(3 + d), [0, 0] * (x.dim() - 3 - d) + [0, stride[d] - 1], 0)
+            spread = aten.constant_pad_nd(
+                x.unsqueeze(3 + d), [0, 0] * (x.dim() - 3 - d) + [0, stride[d] - 1], 0
+            )
             x = spread.flatten(2 + d, 3 + d).narrow(2 + d, 0, (length - 1) * stride[d] + 1)
     kernel = weight.shape[2:]
     weight = weight.flip(list(range(2, 2 + n)))

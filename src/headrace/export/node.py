@@ -19,7 +19,9 @@ def operator(node: torch.fx.Node) -> str:
     if not isinstance(target, torch._ops.OpOverload):
         # The exporter's edge dialect wraps operators.
         target = getattr(target, "_op", target)
-    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    return (
+        str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    )
 
 
 def source_line(node: torch.fx.Node) -> str | None:

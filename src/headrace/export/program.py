@@ -16,10 +16,11 @@ from executorch.exir.passes import MemoryPlanningPass
 from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
 from executorch.exir.passes.propagate_device_config import PropagateDeviceConfig
 from torch.export import ExportedProgram
+from torch.fx.passes.infra.pass_base import PassResult
 
 from .. import pte
 from ..errors import ExportError, OptionError
-from . import Exported, ExportDelegate, Plan, aoti, payload
+from . import ExportDelegate, Exported, Plan, aoti, payload
 from .target import Target
 
 __all__ = ["write"]
@@ -44,9 +45,7 @@ def write(
         raise OptionError("resident: expected a device, got device=None; name one, or leave resident out")
     data_file = path.stem if weights == "beside" else None
     models, inputs, shapes = _methods(model, example_inputs, dynamic_shapes)
-    programs = {
-        name: _exported(name, models[name], inputs.get(name), shapes.get(name)) for name in models
-    }
+    programs = {name: _exported(name, models[name], inputs.get(name), shapes.get(name)) for name in models}
     edge = to_edge_transform_and_lower(
         programs,
         partitioner={
@@ -56,6 +55,7 @@ def write(
             ]
             for name in programs
         },
+        transform_passes=[_sizes_to_their_users],
         compile_config=EdgeCompileConfig(_check_ir_validity=False),
     )
     state = _state(edge)
@@ -81,6 +81,20 @@ def write(
     _check(path.name, files)
     _replace(files)
     return Exported(path, tuple(p for p in files if p != path))
+
+
+def _sizes_to_their_users(module: torch.fx.GraphModule) -> PassResult:
+    """Compute each size again for each operator that takes it: islands are called with tensors alone, so a size
+    that one computed could not be handed to the next."""
+    for node in reversed(list(module.graph.nodes)):
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), (torch.SymInt, int)):
+            continue
+        for user in list(node.users)[1:]:
+            with module.graph.inserting_before(user):
+                copy = module.graph.node_copy(node)
+            user.replace_input_with(node, copy)
+    module.recompile()
+    return PassResult(module, True)
 
 
 class _Planning(MemoryPlanningPass):  # type: ignore[misc]

@@ -29,7 +29,9 @@ class Target:
 
     def __post_init__(self) -> None:
         if self.kind != "host":
-            raise NotSupported(f"target: expected kind 'host', got {self.kind!r}; host is all this version has")
+            raise NotSupported(
+                f"target: expected kind 'host', got {self.kind!r}; host is all this version has"
+            )
         if self.march not in LEVELS:
             raise OptionError(
                 f"target: expected march among {', '.join(LEVELS)}, got {self.march!r}; "
