@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from .. import pte
+from ..errors import ExportError
 from .target import Target
 
 __all__ = ["Aoti", "ExportDelegate", "Exported", "Plan", "Target", "export"]
@@ -107,7 +108,13 @@ def export(
     Raises ExportError (``.node`` names the graph node), OptionError for an option, OSError where the files
     cannot be written.
     """
-    from .program import write
+    try:
+        from .program import write
+    except ModuleNotFoundError as error:
+        raise ExportError(
+            f"export: expected torch 2.13 and ExecuTorch 1.5.1, got no module {error.name!r}; install both "
+            "(docs/export.md)"
+        ) from error
 
     return write(
         model,

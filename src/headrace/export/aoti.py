@@ -7,40 +7,33 @@ alike; docs/export.md has its format. Imports torch.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch._inductor
 from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from executorch.exir.backend.utils import get_non_lowered_nodes, tag_constant_data
 from executorch.exir.tensor import scalar_type_enum
-from torch._inductor.codecache import AotCodeCompiler
-from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
-from torch._inductor.scheduler import Scheduler
 from torch.export import ExportedProgram
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
 from ..errors import ExportError
 from ..pte import INPUTS_SPEC
-from .decompositions import decompositions
-from .node import described
+from .inductor import compile_program
 from .payload import CPU, Constant, encode
 from .shapes import Shapes
-from .target import Target
+from .target import SHIMS, Target
 
-__all__ = ["BACKEND", "DELEGATE", "DEVICE_SPEC", "HOST_SPEC", "METHOD_SPEC", "SHIMS", "AotiPartitioner"]
+__all__ = ["BACKEND", "DELEGATE", "DEVICE_SPEC", "HOST_SPEC", "METHOD_SPEC", "AotiPartitioner"]
 
 # The delegate's id in the program. The exporter looks a backend up by the name of its class, and stock's
 # CudaBackend may be there too: ours has a name of its own until the program is planned (program.py).
@@ -54,51 +47,6 @@ HOST_SPEC = "headrace_host"
 HOST_SPEC_VERSION = 1
 # Of named data, in bytes: what vector loads and AOTInductor's own allocations keep to.
 ALIGNMENT = 64
-
-# What the run time answers for a host library; a symbol outside is a library that will not load.
-SHIMS = frozenset(
-    "aoti_torch_" + name
-    for name in [
-        "assign_tensors_out",
-        "check",
-        "clone",
-        "clone_preserve_strides",
-        "copy_",
-        "create_tensor_from_blob",
-        "create_tensor_from_blob_v2",
-        "delete_tensor_object",
-        "device_type_cpu",
-        "device_type_cuda",
-        "dtype_bfloat16",
-        "dtype_bool",
-        "dtype_float16",
-        "dtype_float32",
-        "dtype_float64",
-        "dtype_int16",
-        "dtype_int32",
-        "dtype_int64",
-        "dtype_int8",
-        "dtype_uint8",
-        "empty_strided",
-        "get_data_ptr",
-        "get_device_index",
-        "get_device_type",
-        "get_dim",
-        "get_dtype",
-        "get_numel",
-        "get_sizes",
-        "get_storage_offset",
-        "get_storage_size",
-        "get_strides",
-        "grad_mode_is_enabled",
-        "grad_mode_set_enabled",
-        "item_bool",
-        "layout_strided",
-        "new_tensor_handle",
-        "_reinterpret_tensor",
-        "warn",
-    ]
-)
 
 
 class AotiPartitioner(Partitioner):  # type: ignore[misc]
@@ -184,32 +132,32 @@ def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) 
     inputs = _inputs(method, edge_program)
     host = {"version": HOST_SPEC_VERSION, "march": target.march, **_shapes(method, edge_program, inputs)}
     weights = {**edge_program.state_dict, **edge_program.constants}
-    library, constants, source = _compile(method, edge_program, target)
+    compiled = compile_program(method, edge_program, target)
 
     store = NamedDataStore()
-    library_key = hashlib.sha256(library).hexdigest() + "_so_blob"
-    store.add_named_data(library_key, library, alignment=ALIGNMENT)
+    library_key = hashlib.sha256(compiled.library).hexdigest() + "_so_blob"
+    store.add_named_data(library_key, compiled.library, alignment=ALIGNMENT)
     entries = []
-    for fqn, (tensor, properties) in constants.items():
+    for fqn, (tensor, properties) in compiled.constants.items():
         storage = _storage(tensor)
         # By content: what several islands or methods share is there once, and no two that differ collide.
         key = hashlib.sha256(storage).hexdigest() + "_weight"
         store.add_named_data(key, storage, alignment=ALIGNMENT, external_tag=asked["data_file"])
-        entries.append(
-            Constant(
-                fqn=fqn,
-                storage_key=key,
-                nbytes=len(storage),
-                dtype=int(scalar_type_enum(tensor.dtype)),
-                device=CPU,
-                offset=int(properties.offset),
-                sizes=tuple(int(s) for s in properties.shape),
-                strides=tuple(int(s) for s in properties.stride),
-            )
+        entry = Constant(
+            fqn=fqn,
+            storage_key=key,
+            nbytes=len(storage),
+            dtype=int(scalar_type_enum(tensor.dtype)),
+            device=CPU,
+            offset=int(properties.offset),
+            sizes=tuple(int(s) for s in properties.shape),
+            strides=tuple(int(s) for s in properties.stride),
         )
-        _check_value(method, fqn, tensor, weights)
-    _check_source(method, source, entries)
-    _check_symbols(method, library)
+        entries.append(entry)
+        if fqn in weights:
+            _check_value(method, entry, storage, weights[fqn])
+    _check_source(method, compiled.source, entries)
+    _check_symbols(method, compiled.library)
 
     compile_specs[:] = [spec for spec in compile_specs if spec.key != HOST_SPEC]
     compile_specs.append(CompileSpec(INPUTS_SPEC, str(len(inputs)).encode()))
@@ -260,116 +208,6 @@ def _shapes(method: str, program: ExportedProgram, inputs: list[torch.Tensor]) -
     return {"symbols": shapes.symbols, "outputs": shapes.outputs}
 
 
-def _compile(method: str, program: ExportedProgram, target: Target) -> tuple[bytes, Mapping[str, Any], str]:
-    """The library, its constants by name with Inductor's record of each, and the source of its wrapper."""
-    program = program.run_decompositions(decompositions())
-    inputs = tuple(_inputs(method, program))
-    calls: dict[str, list[torch.fx.Node]] = {}
-    try:
-        with torch.no_grad(), _libtorch_calls(calls):
-            files = torch._inductor.aot_compile(program.module(), inputs, options=_options(target))
-    except Exception as error:
-        if calls:
-            raise _refused(method, calls) from None
-        node = getattr(error, "node", None)
-        raise ExportError(
-            f"{method}: expected AOTInductor to compile the island, got {type(error).__name__}: {error}; "
-            "leave the operator to another delegate, or write it differently",
-            node=node.name if isinstance(node, torch.fx.Node) else None,
-        ) from error
-    if not isinstance(files, list):
-        raise ExportError(
-            f"{method}: expected a list of files from AOTInductor, got {files!r}; use torch 2.13"
-        )
-    paths = [Path(f) for f in files if isinstance(f, str)]
-    (library,) = (p for p in paths if p.name.endswith(".wrapper.so"))
-    (source,) = (p for p in paths if p.name.endswith(".wrapper.cpp"))
-    weights = [f for f in files if isinstance(f, Mapping)]
-    return library.read_bytes(), weights[0] if weights else {}, source.read_text()
-
-
-def _options(target: Target) -> dict[str, Any]:
-    """Inductor's configuration of one compilation."""
-    return {
-        "aot_inductor.link_libtorch": False,
-        "aot_inductor.package": True,
-        "aot_inductor.package_constants_in_so": False,
-        "aot_inductor.package_constants_on_disk_format": "pickle_weights",
-        # Neither paths of this machine in the library, nor frames for a profiler.
-        "aot_inductor.enable_line_tables": False,
-        "aot_inductor.enable_frame_pointer": False,
-        # Nothing is timed, so the same model gives the same code.
-        "max_autotune": False,
-        "max_autotune_gemm": False,
-        "deterministic": True,
-        "freezing": False,
-        "cpp.march": target.march,
-        "cpp.simdlen": target.vector_bits,
-        # As many threads as the machine has on which it runs.
-        "cpp.dynamic_threads": True,
-        "cpp.fallback_scatter_reduce_sum": False,
-    }
-
-
-class _CallsLibtorch(Exception):
-    """Stops a compilation whose library would call libtorch."""
-
-
-@contextlib.contextmanager
-def _libtorch_calls(calls: dict[str, list[torch.fx.Node]]) -> Iterator[None]:
-    """Collect every kernel of libtorch that generated code would call, with the nodes it comes from, and stop
-    before the C++ compiler is started if there is one. Inductor has no setting for that."""
-    extern, shim = Scheduler.codegen_extern_call, CppWrapperCpu.generate_c_shim_extern_kernel_call
-    lookup, build = CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot, AotCodeCompiler.compile
-    origins: dict[str, list[torch.fx.Node]] = {}
-
-    def codegen_extern_call(self: Any, scheduler_node: Any) -> None:
-        # Calls are generated later, without the node; each is known by the kernel's name.
-        node = scheduler_node.node
-        for name in (getattr(node, "cpp_kernel_name", None), getattr(node, "op_overload", None)):
-            if name is not None:
-                found = sorted(node.get_origins(), key=lambda n: str(n.name))
-                origins.setdefault(str(name), []).extend(n for n in found if n.op == "call_function")
-        extern(self, scheduler_node)
-
-    def c_shim(self: Any, kernel: str, *args: Any, **kwargs: Any) -> None:
-        calls.setdefault(kernel, origins.get(kernel, []))
-        shim(self, kernel, *args, **kwargs)
-
-    def runtime_lookup(self: Any, op_overload: Any, *args: Any, **kwargs: Any) -> None:
-        calls.setdefault(str(op_overload), origins.get(str(op_overload), []))
-        lookup(self, op_overload, *args, **kwargs)
-
-    def compile_code(*args: Any, **kwargs: Any) -> Any:
-        if calls:
-            raise _CallsLibtorch
-        return build(*args, **kwargs)
-
-    Scheduler.codegen_extern_call = codegen_extern_call
-    CppWrapperCpu.generate_c_shim_extern_kernel_call = c_shim
-    CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot = runtime_lookup
-    AotCodeCompiler.compile = compile_code
-    try:
-        yield
-    finally:
-        Scheduler.codegen_extern_call = extern
-        CppWrapperCpu.generate_c_shim_extern_kernel_call = shim
-        CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot = lookup
-        AotCodeCompiler.compile = build
-
-
-def _refused(method: str, calls: Mapping[str, list[torch.fx.Node]]) -> ExportError:
-    found = [node for nodes in calls.values() for node in nodes]
-    names = [
-        f"{', '.join(map(described, nodes)) or 'an operator'} by {kernel}" for kernel, nodes in calls.items()
-    ]
-    return ExportError(
-        f"{method}: expected code that needs no libtorch, got calls of {len(calls)} of its kernels: "
-        f"{'; '.join(names)}; leave these operators to another delegate, or write them differently",
-        node=found[0].name if found else None,
-    )
-
-
 def _storage(tensor: torch.Tensor) -> bytes:
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
@@ -380,17 +218,18 @@ def _storage(tensor: torch.Tensor) -> bytes:
 # -------------------- what came out
 
 
-def _check_value(method: str, fqn: str, tensor: torch.Tensor, weights: Mapping[str, Any]) -> None:
-    """Every constant that has a name in the model has that one's bytes."""
-    wanted = weights.get(fqn)
-    if wanted is None:
-        return
-    same = tensor.dtype == wanted.dtype and tensor.shape == wanted.shape
-    if not same or _plain(tensor) != _plain(wanted):
+def _check_value(method: str, constant: Constant, storage: bytes, wanted: torch.Tensor) -> None:
+    """What the run time will see of a constant is what the model has under that name, byte for byte."""
+    flat = torch.frombuffer(bytearray(storage), dtype=wanted.dtype) if storage else wanted.new_empty(0)
+    matches = constant.dtype == int(scalar_type_enum(wanted.dtype)) and constant.sizes == tuple(wanted.shape)
+    if not matches or _plain(flat.as_strided(constant.sizes, constant.strides, constant.offset)) != _plain(
+        wanted
+    ):
         raise ExportError(
-            f"{method}, constant {fqn}: expected the model's own bytes ({wanted.dtype}{list(wanted.shape)}), got "
-            f"others ({tensor.dtype}{list(tensor.shape)}); report this with the model",
-            node=fqn,
+            f"{method}, constant {constant.fqn}: expected the model's own bytes, "
+            f"{wanted.dtype}{list(wanted.shape)}, got others, dtype {constant.dtype} {list(constant.sizes)}; "
+            "report this with the model",
+            node=constant.fqn,
         )
 
 

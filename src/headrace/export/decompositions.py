@@ -54,6 +54,8 @@ def _views() -> dict[Any, Callable[..., Any]]:
         which = overload.removeprefix(".") or "default"
         if view is not None and copied is not None and hasattr(view, which) and hasattr(copied, which):
             table[getattr(copied, which)] = getattr(view, which)
+    # The layout may be another than the exporter saw, where a decomposition above made the tensor.
+    table[aten.view_copy.default] = lambda x, size: x.reshape(size)
     return table
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
@@ -46,18 +47,38 @@ def write(
     data_file = path.stem if weights == "beside" else None
     models, inputs, shapes = _methods(model, example_inputs, dynamic_shapes)
     programs = {name: _exported(name, models[name], inputs.get(name), shapes.get(name)) for name in models}
-    edge = to_edge_transform_and_lower(
-        programs,
-        partitioner={
-            name: [
-                d.partitioner(Plan(method=name, target=target, device=device, data_file=data_file))
-                for d in delegates
-            ]
-            for name in programs
-        },
-        transform_passes=[_sizes_to_their_users],
-        compile_config=EdgeCompileConfig(_check_ir_validity=False),
-    )
+    partitioners = {
+        name: [
+            d.partitioner(Plan(method=name, target=target, device=device, data_file=data_file))
+            for d in delegates
+        ]
+        for name in programs
+    }
+    try:
+        edge = to_edge_transform_and_lower(
+            programs,
+            partitioner=partitioners,
+            transform_passes=[_sizes_to_their_users],
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
+        program = _planned(edge, resident)
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(
+            f"{path.name}: expected ExecuTorch's exporter to lower and plan the methods {', '.join(programs)}, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    files = {path: program.buffer}
+    for name, data in (program._tensor_data or {}).items():
+        files[path.with_name(f"{name}.ptd")] = bytes(data)
+    _check(path.name, files)
+    _replace(files)
+    return Exported(path, tuple(p for p in files if p != path))
+
+
+def _planned(edge: Any, resident: bool) -> Any:
+    """The program, with its memory planned for each device."""
     state = _state(edge)
     if resident and state:
         raise ExportError(
@@ -65,7 +86,7 @@ def write(
             "resident=True",
             node=state[0],
         )
-    program = edge.to_executorch(
+    return edge.to_executorch(
         ExecutorchBackendConfig(
             passes=[InitializedMutableBufferPass(state)] if state else [],
             emit_mutable_buffer_names=bool(state),
@@ -75,12 +96,6 @@ def write(
             ),
         )
     )
-    files = {path: program.buffer}
-    for name, data in (program._tensor_data or {}).items():
-        files[path.with_name(f"{name}.ptd")] = bytes(data)
-    _check(path.name, files)
-    _replace(files)
-    return Exported(path, tuple(p for p in files if p != path))
 
 
 def _sizes_to_their_users(module: torch.fx.GraphModule) -> PassResult:
@@ -107,9 +122,8 @@ class _Planning(MemoryPlanningPass):  # type: ignore[misc]
             if not isinstance(module, LoweredBackendModule) or module.backend_id != aoti.BACKEND:
                 continue
             module._backend_id = aoti.DELEGATE
-            for spec in module.compile_specs:
-                if spec.key == aoti.DEVICE_SPEC:
-                    spec.value = b"cpu"
+            specs = [spec for spec in module.compile_specs if spec.key != aoti.DEVICE_SPEC]
+            module.compile_specs[:] = [*specs, CompileSpec(aoti.DEVICE_SPEC, b"cpu")]
         return planned
 
 

@@ -6,13 +6,58 @@ from dataclasses import dataclass
 
 from ..errors import NotSupported, OptionError
 
-__all__ = ["PORTABLE", "Target"]
+__all__ = ["PORTABLE", "SHIMS", "Target"]
 
 # AVX2, FMA and F16C: every x86-64 server and laptop processor since 2013 (Intel) or 2015 (AMD). The level is
 # defined in the x86-64 psABI, "micro-architecture levels".
 PORTABLE = "x86-64-v3"
 # Micro-architecture level -> width in bits of the vectors that Inductor writes code for; 1 is no vectors.
 LEVELS = {"x86-64": 1, "x86-64-v2": 1, "x86-64-v3": 256, "x86-64-v4": 512}
+
+# What the run time answers for a host library; a symbol outside is a library that will not load.
+SHIMS = frozenset(
+    "aoti_torch_" + name
+    for name in [
+        "assign_tensors_out",
+        "check",
+        "clone",
+        "clone_preserve_strides",
+        "copy_",
+        "create_tensor_from_blob",
+        "create_tensor_from_blob_v2",
+        "delete_tensor_object",
+        "device_type_cpu",
+        "device_type_cuda",
+        "dtype_bfloat16",
+        "dtype_bool",
+        "dtype_float16",
+        "dtype_float32",
+        "dtype_float64",
+        "dtype_int16",
+        "dtype_int32",
+        "dtype_int64",
+        "dtype_int8",
+        "dtype_uint8",
+        "empty_strided",
+        "get_data_ptr",
+        "get_device_index",
+        "get_device_type",
+        "get_dim",
+        "get_dtype",
+        "get_numel",
+        "get_sizes",
+        "get_storage_offset",
+        "get_storage_size",
+        "get_strides",
+        "grad_mode_is_enabled",
+        "grad_mode_set_enabled",
+        "item_bool",
+        "layout_strided",
+        "new_tensor_handle",
+        "_reinterpret_tensor",
+        "warn",
+    ]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
