@@ -108,10 +108,13 @@ def _libtorch_calls(calls: dict[str, list[torch.fx.Node]]) -> Iterator[None]:
     def codegen_extern_call(self: Any, scheduler_node: Any) -> None:
         # Calls are generated later, without the node; each is known by the kernel's name.
         node = scheduler_node.node
-        for name in (getattr(node, "cpp_kernel_name", None), getattr(node, "op_overload", None)):
+        overload = getattr(node, "op_overload", None)
+        found = [n for n in node.get_origins() if n.op == "call_function"]
+        # Operators that were fused into its arguments are among the origins too.
+        found = [n for n in found if n.target == overload] or sorted(found, key=lambda n: str(n.name))
+        for name in (getattr(node, "cpp_kernel_name", None), overload):
             if name is not None:
-                found = sorted(node.get_origins(), key=lambda n: str(n.name))
-                origins.setdefault(str(name), []).extend(n for n in found if n.op == "call_function")
+                origins.setdefault(str(name), []).extend(found)
         extern(self, scheduler_node)
 
     def c_shim(self: Any, kernel: str, *args: Any, **kwargs: Any) -> None:

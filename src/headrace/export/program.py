@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,13 @@ def write(
     data_file = path.stem if weights == "beside" else None
     models, inputs, shapes = _methods(model, example_inputs, dynamic_shapes)
     programs = {name: _exported(name, models[name], inputs.get(name), shapes.get(name)) for name in models}
+    # Before anything is compiled. What a method writes is known once its in-place operators are gone.
+    if resident and (state := _state(p.run_decompositions({}) for p in programs.values())):
+        raise ExportError(
+            f"resident: expected methods without state, got mutable buffers {', '.join(state)}; export without "
+            "resident=True",
+            node=state[0],
+        )
     partitioners = {
         name: [
             d.partitioner(Plan(method=name, target=target, device=device, data_file=data_file))
@@ -79,13 +86,7 @@ def write(
 
 def _planned(edge: Any, resident: bool) -> Any:
     """The program, with its memory planned for each device."""
-    state = _state(edge)
-    if resident and state:
-        raise ExportError(
-            f"resident: expected methods without state, got mutable buffers {', '.join(state)}; export without "
-            "resident=True",
-            node=state[0],
-        )
+    state = _state(edge.exported_program(name) for name in edge.methods)
     return edge.to_executorch(
         ExecutorchBackendConfig(
             passes=[InitializedMutableBufferPass(state)] if state else [],
@@ -160,11 +161,11 @@ def _exported(name: str, model: Any, inputs: Any, shapes: Any) -> ExportedProgra
             ) from error
 
 
-def _state(edge: Any) -> list[str]:
+def _state(programs: Iterable[ExportedProgram]) -> list[str]:
     """The placeholders of buffers that a method writes, each once."""
     found: dict[str, None] = {}
-    for name in edge.methods:
-        signature = edge.exported_program(name).graph_signature
+    for program in programs:
+        signature = program.graph_signature
         written = set(signature.buffers_to_mutate.values())
         found.update({p: None for p, buffer in signature.inputs_to_buffers.items() if buffer in written})
     return list(found)
