@@ -58,7 +58,9 @@ def test_answers_are_those_of_eager(name: str, kind: str) -> None:
                         got.numpy() if isinstance(got, headrace.Buffer) and want.dtype != "bfloat16" else got
                     )
                     assert_close(host, want, program.rtol, program.atol)
-        record.check()
+        # Where nothing runs on a device there is no order to look at, and a check that looks at nothing fails.
+        if kind != "cpu" and name != "mlp_host":
+            record.check()
 
 
 def test_a_fresh_process_needs_no_torch() -> None:

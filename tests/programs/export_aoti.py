@@ -10,8 +10,10 @@ run time, so the interpreter that has torch need not have it. Writes what ``expo
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import logging
+import multiprocessing
 import sys
 import time
 import traceback
@@ -63,6 +65,20 @@ def export(name: str, made: Any, there: Path) -> dict[str, Any]:
     }
 
 
+def exported(name: str) -> tuple[dict[str, Any] | None, str]:
+    """One program: its entry of the index, or None, and what to print. Runs in a worker."""
+    from . import AOTI
+    from .aoti import MODELS
+
+    began = time.perf_counter()
+    try:
+        entry = export(name, MODELS[name](), AOTI.folder())
+    except Exception:
+        return None, f"{name}: {traceback.format_exc()[-3000:]}"
+    size = (AOTI.folder() / f"{name}.pte").stat().st_size
+    return entry, f"{name:32} {size:8} bytes  {time.perf_counter() - began:5.2f} s"
+
+
 def main(arguments: list[str]) -> int:
     if "--" in arguments:
         at = arguments.index("--")
@@ -79,21 +95,21 @@ def main(arguments: list[str]) -> int:
 
     check_versions()
     logging.disable(logging.WARNING)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     there = AOTI.folder()
     there.mkdir(parents=True, exist_ok=True)
     index: dict[str, Any] = {}
     failed: list[str] = []
-    for name in only or MODELS:
-        began = time.perf_counter()
-        try:
-            index[name] = export(name, MODELS[name](), there)
-        except Exception:
-            failed.append(name)
-            print(f"{name}: {traceback.format_exc()[-3000:]}", file=sys.stderr)
-            continue
-        size = (there / f"{name}.pte").stat().st_size
-        print(f"{name:32} {size:8} bytes  {time.perf_counter() - began:5.2f} s", flush=True)
+    # Forked, so that the exporter is imported once; nothing has used torch's threads yet.
+    workers = concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("fork"))
+    with workers:
+        names = only or list(MODELS)
+        for name, (entry, said) in zip(names, workers.map(exported, names), strict=True):
+            print(said, flush=True, file=sys.stdout if entry else sys.stderr)
+            if entry is None:
+                failed.append(name)
+            else:
+                index[name] = entry
     if failed:
         print(f"tests/programs: {len(failed)} not exported: {', '.join(failed)}", file=sys.stderr)
         return 1

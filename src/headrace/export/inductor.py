@@ -17,6 +17,7 @@ from torch._inductor.scheduler import Scheduler
 from torch.export import ExportedProgram
 
 from ..errors import ExportError
+from . import vector_math
 from .decompositions import decompositions
 from .node import described
 from .target import Target
@@ -48,7 +49,11 @@ def compile_program(method: str, program: ExportedProgram, target: Target) -> Co
     inputs = tuple(n.meta["val"] for n in program.graph.nodes if n.op == "placeholder" and n.name in wanted)
     calls: dict[str, list[torch.fx.Node]] = {}
     try:
-        with _one_at_a_time, torch.no_grad(), _libtorch_calls(calls):
+        with (
+            _one_at_a_time,
+            torch.no_grad(),
+            _without_libtorch(calls, vector_math.source(target.vector_bits)),
+        ):
             files = torch._inductor.aot_compile(program.module(), inputs, options=_options(target))
     except Exception as error:
         if calls:
@@ -87,6 +92,8 @@ def _options(target: Target) -> dict[str, Any]:
         "freezing": False,
         "cpp.march": target.march,
         "cpp.simdlen": target.vector_bits,
+        # Believed: the check compiles and runs a library that needs libtorch beside it.
+        "cpp.vec_isa_ok": True,
         # As many threads as the machine has on which it runs.
         "cpp.dynamic_threads": True,
         "cpp.fallback_scatter_reduce_sum": False,
@@ -98,9 +105,10 @@ class _CallsLibtorch(Exception):
 
 
 @contextlib.contextmanager
-def _libtorch_calls(calls: dict[str, list[torch.fx.Node]]) -> Iterator[None]:
+def _without_libtorch(calls: dict[str, list[torch.fx.Node]], added: str) -> Iterator[None]:
     """Collect every kernel of libtorch that generated code would call, with the nodes it comes from, and stop
-    before the C++ compiler is started if there is one. Inductor has no setting for that."""
+    before the C++ compiler is started if there is one; ``added`` is C++ that goes with the kernels. Inductor has
+    no settings for these."""
     extern, shim = Scheduler.codegen_extern_call, CppWrapperCpu.generate_c_shim_extern_kernel_call
     lookup, build = CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot, AotCodeCompiler.compile
     origins: dict[str, list[torch.fx.Node]] = {}
@@ -125,10 +133,10 @@ def _libtorch_calls(calls: dict[str, list[torch.fx.Node]]) -> Iterator[None]:
         calls.setdefault(str(op_overload), origins.get(str(op_overload), []))
         lookup(self, op_overload, *args, **kwargs)
 
-    def compile_code(*args: Any, **kwargs: Any) -> Any:
+    def compile_code(graph: Any, wrapper_code: str, kernel_code: str, *args: Any, **kwargs: Any) -> Any:
         if calls:
             raise _CallsLibtorch
-        return build(*args, **kwargs)
+        return build(graph, wrapper_code, kernel_code + added, *args, **kwargs)
 
     Scheduler.codegen_extern_call = codegen_extern_call
     CppWrapperCpu.generate_c_shim_extern_kernel_call = c_shim
