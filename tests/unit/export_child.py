@@ -410,5 +410,72 @@ def constants_are_the_models(folder: Path) -> None:
     assert len(table.entries) == len({c.storage_key for c in said.constants})
 
 
+@case
+def files_that_miss_what_they_name_are_found(folder: Path) -> None:
+    """On what the case before wrote: a byte changed in each kind of named data, and a data file left out."""
+    from headrace import pte
+    from headrace.export import program
+
+    path, data = folder / "constants.pte", folder / "constants.ptd"
+    good = {path: path.read_bytes(), data: data.read_bytes()}
+    program._check("constants.pte", good)
+    entry = pte.read_data(data).entries[0]
+    named = pte.read(path)
+    library = named.segments[named.named_data[0].segment]
+    for file, at in ((data, entry.offset), (path, library.offset + library.nbytes // 2)):
+        changed = bytearray(good[file])
+        changed[at] ^= 1
+        caught(
+            lambda file=file, changed=changed: program._check("m", {**good, file: bytes(changed)}),
+            "got others",
+        )
+    caught(lambda: program._check("m", {path: good[path]}), "got none")
+
+
+@case
+def vector_functions_are_those_of_the_c_library(folder: Path) -> None:
+    """Every one that a library may call by SLEEF's name, in both widths of element, against PyTorch."""
+    import ctypes
+    import subprocess
+
+    import torch
+
+    from headrace.export import vector_math
+
+    code = ["#include <immintrin.h>", vector_math.source(256)]
+    calls = []
+    for table, binary in ((vector_math.UNARY, False), (vector_math.BINARY, True), (vector_math.ROUGH, False)):
+        for name, (_, accuracy) in table.items():
+            for letter, scalar, load in (("f", "float", "ps"), ("d", "double", "pd")):
+                if table is vector_math.ROUGH and letter == "d":
+                    continue
+                width = 8 if letter == "f" else 4
+                arguments = ", ".join(f"_mm256_loadu_{load}({a})" for a in ("x", "y")[: 1 + binary])
+                entry = f"call_{name}{letter}{accuracy}"
+                code.append(
+                    f'extern "C" void {entry}(const {scalar}* x, const {scalar}* y, {scalar}* out) '
+                    f"{{ _mm256_storeu_{load}(out, Sleef_{name}{letter}{width}{accuracy}({arguments})); }}"
+                )
+                calls.append((entry, name, binary, torch.float32 if letter == "f" else torch.float64))
+    library = folder / "vectors.so"
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-O2", "-march=x86-64-v3", "-x", "c++", "-", "-o", str(library)],
+        input="\n".join(code), text=True, check=True,
+    )  # fmt: skip
+    functions = ctypes.CDLL(str(library))
+    library.unlink()
+    assert len(calls) == 2 * (len(vector_math.UNARY) + len(vector_math.BINARY)) + len(vector_math.ROUGH)
+    for entry, name, binary, dtype in calls:
+        x = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9, 0.25, 0.6, 0.8], dtype=dtype) + (name == "acosh")
+        y = torch.tensor([0.4, -0.2, 0.3, 1.5, -0.7, 2.0, 0.9, 0.1], dtype=dtype)
+        out = torch.zeros_like(x)
+        getattr(functions, entry)(*(ctypes.c_void_p(t.data_ptr()) for t in (x, y, out)))
+        done = 8 if dtype == torch.float32 else 4
+        wanted = getattr(torch, name)(x, y) if binary else getattr(torch, name)(x)
+        torch.testing.assert_close(out[:done], wanted[:done], rtol=1e-6, atol=1e-6, msg=entry)
+        assert not out[done:].any(), entry
+    assert vector_math.source(1) == ""
+
+
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])

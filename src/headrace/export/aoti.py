@@ -2,7 +2,7 @@
 
 Stock ExecuTorch and PyTorch do the work; this says how to compile so that the library needs no libtorch, and
 what the run time has to know about it. An island has the delegate id ``CudaBackend``, host code and GPU code
-alike; docs/export.md has its format. Imports torch.
+alike; docs/aoti.md has its format. Imports torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BACKEND = "HeadraceAoti"
 
 METHOD_SPEC = "method_name"
 DEVICE_SPEC = "target_device"
-# JSON: version, march, symbols, outputs; see docs/export.md.
+# JSON: version, march, symbols, outputs; see docs/aoti.md.
 HOST_SPEC = "headrace_host"
 HOST_SPEC_VERSION = 1
 # Of named data, in bytes: what vector loads and AOTInductor's own allocations keep to.

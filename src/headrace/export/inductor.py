@@ -82,7 +82,7 @@ def _options(target: Target) -> dict[str, Any]:
         "aot_inductor.package": True,
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.package_constants_on_disk_format": "pickle_weights",
-        # Neither paths of this machine in the library, nor frames for a profiler.
+        # No tables of source lines, nor frames for a profiler.
         "aot_inductor.enable_line_tables": False,
         "aot_inductor.enable_frame_pointer": False,
         # Nothing is timed, so the same model gives the same code.
