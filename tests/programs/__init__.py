@@ -15,6 +15,7 @@ mistaken for a current one.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -128,7 +129,14 @@ class Collection:
     def ensure(self) -> Path:
         """The folder, exported first, in a process of its own, where it is not there yet."""
         there = self.folder()
-        if not (there / "index.json").exists():
+        if (there / "index.json").exists():
+            return there
+        there.mkdir(parents=True, exist_ok=True)
+        # Two test runs at once export once.
+        with open(there / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (there / "index.json").exists():
+                return there
             python = export_python()
             done = subprocess.run(
                 [python, "-m", self.module, *self.arguments()], cwd=ROOT, capture_output=True, text=True
