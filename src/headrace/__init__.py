@@ -29,6 +29,7 @@ from .errors import (
     OutOfDeviceMemory,
     ProgramError,
 )
+from .export import export
 from .ordering import Record, record
 from .program import Method, Program, load
 
@@ -62,6 +63,7 @@ __all__ = [
     "caller_stream",
     "current_stream",
     "device",
+    "export",
     "load",
     "num_threads",
     "record",

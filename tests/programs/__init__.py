@@ -7,25 +7,44 @@ PyTorch answers. Both need torch; this module does not, so the tests that run pr
     program = programs.load("mlp_portable")
     for call in program.calls: ...           # method, inputs, outputs as the exporter's process saw them
 
-The folder's name is a hash over the sources here and the pinned versions, so a stale export is never
+``programs.AOTI`` holds those of AOTInductor: ``programs.AOTI.load("mlp")``.
+
+A folder's name is a hash over the sources here and the pinned versions, so a stale export is never
 mistaken for a current one.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["PINS", "Call", "Program", "Value", "ensure", "export_python", "folder", "load", "names"]
+__all__ = [
+    "AOTI",
+    "PINS",
+    "STOCK",
+    "Call",
+    "Collection",
+    "Program",
+    "Value",
+    "ensure",
+    "export_python",
+    "folder",
+    "load",
+    "names",
+    "package_folders",
+]
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -91,12 +110,52 @@ class Program:
         return json.loads(self.path.with_suffix(".view.json").read_text())
 
 
-def folder() -> Path:
-    """Where the export of exactly these sources lies, or will lie."""
-    digest = hashlib.sha256(json.dumps(PINS, sort_keys=True).encode())
-    for source in (HERE / f"{name}.py" for name in ("delegates", "export", "graph", "models")):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    return ROOT / "build" / "programs" / digest.hexdigest()[:16]
+@dataclass(frozen=True)
+class Collection:
+    """A set of programs that one script exports: ``python -m MODULE ARGUMENTS``. ``sources`` are the files, beside
+    ``PINS``, that the result depends on."""
+
+    module: str
+    sources: tuple[Path, ...]
+    arguments: Callable[[], list[str]] = list
+
+    def folder(self) -> Path:
+        """Where the export of exactly these sources lies, or will lie."""
+        digest = hashlib.sha256(json.dumps(PINS, sort_keys=True).encode())
+        for source in self.sources:
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+        return ROOT / "build" / "programs" / digest.hexdigest()[:16]
+
+    def ensure(self) -> Path:
+        """The folder, exported first, in a process of its own, where it is not there yet."""
+        there = self.folder()
+        if (there / "index.json").exists():
+            return there
+        there.mkdir(parents=True, exist_ok=True)
+        # Two test runs at once export once.
+        with open(there / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (there / "index.json").exists():
+                return there
+            python = export_python()
+            done = subprocess.run(
+                [python, "-m", self.module, *self.arguments()], cwd=ROOT, capture_output=True, text=True
+            )
+            if done.returncode:
+                raise RuntimeError(
+                    f"tests/programs: expected an export in {there}, got exit status {done.returncode} from "
+                    f"'{python} -m {self.module}'; set HEADRACE_EXPORT_PYTHON to a Python with the 'export' "
+                    f"dependency group and executorch=={PINS['executorch']}\n{done.stderr[-2000:]}"
+                )
+        return there
+
+    def names(self) -> list[str]:
+        """Every exported program."""
+        return list(_index(self))
+
+    def load(self, name: str) -> Program:
+        """The exported program called ``name``."""
+        return _load(self, name)
 
 
 def export_python() -> str:
@@ -104,31 +163,31 @@ def export_python() -> str:
     return os.environ.get("HEADRACE_EXPORT_PYTHON", sys.executable)
 
 
-def ensure() -> Path:
-    """The folder, exported first, in a process of its own, where it is not there yet."""
-    there = folder()
-    if not (there / "index.json").exists():
-        python = export_python()
-        done = subprocess.run(
-            [python, "-m", "tests.programs.export"], cwd=ROOT, capture_output=True, text=True
-        )
-        if done.returncode:
-            raise RuntimeError(
-                f"tests/programs: expected an export in {there}, got exit status {done.returncode} from "
-                f"'{python} -m tests.programs.export'; set HEADRACE_EXPORT_PYTHON to a Python with the "
-                f"'export' dependency group and executorch=={PINS['executorch']}\n{done.stderr[-2000:]}"
-            )
-    return there
+def package_folders() -> list[str]:
+    """The package's Python files, and what its build generated: all that exporting takes from it."""
+    generated = importlib.util.find_spec("headrace._schema")
+    assert generated is not None
+    assert generated.submodule_search_locations is not None
+    (schema,) = {str(Path(folder).parent) for folder in generated.submodule_search_locations}
+    return [str(ROOT / "src" / "headrace"), schema]
+
+
+STOCK = Collection(
+    "tests.programs.export", tuple(HERE / f"{name}.py" for name in ("delegates", "export", "graph", "models"))
+)
+AOTI = Collection(
+    "tests.programs.export_aoti",
+    (
+        *(HERE / f"{name}.py" for name in ("aoti", "delegates", "export", "export_aoti", "graph")),
+        *sorted((ROOT / "src" / "headrace" / "export").glob("*.py")),
+    ),
+    package_folders,
+)
 
 
 @functools.cache
-def _index() -> dict[str, Any]:
-    return json.loads((ensure() / "index.json").read_text())
-
-
-def names() -> list[str]:
-    """Every exported program."""
-    return list(_index())
+def _index(collection: Collection) -> dict[str, Any]:
+    return json.loads((collection.ensure() / "index.json").read_text())
 
 
 def read_calls(path: Path) -> tuple[Call, ...]:
@@ -156,10 +215,9 @@ def read_calls(path: Path) -> tuple[Call, ...]:
 
 
 @functools.cache
-def load(name: str) -> Program:
-    """The exported program called ``name``."""
-    entry = _index()[name]
-    there = folder()
+def _load(collection: Collection, name: str) -> Program:
+    entry = _index(collection)[name]
+    there = collection.folder()
     return Program(
         name=name,
         path=there / f"{name}.pte",
@@ -173,3 +231,6 @@ def load(name: str) -> Program:
         atol=entry["atol"],
         note=entry["note"],
     )
+
+
+folder, ensure, names, load = STOCK.folder, STOCK.ensure, STOCK.names, STOCK.load

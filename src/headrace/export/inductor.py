@@ -1,0 +1,163 @@
+"""One compilation by AOTInductor: code for the host that needs no libtorch. Imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor
+from torch._inductor.codecache import AotCodeCompiler
+from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+from torch._inductor.scheduler import Scheduler
+from torch.export import ExportedProgram
+
+from ..errors import ExportError
+from . import vector_math
+from .decompositions import decompositions
+from .node import described
+from .target import Target
+
+__all__ = ["Compiled", "compile_program"]
+
+# Inductor's functions are wrapped for the length of a compilation.
+_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """``library`` is a shared object. ``constants`` gives for each name the tensor and Inductor's record of the
+    view into it (``shape``, ``stride``, ``offset``), in the library's order. ``source`` is the C++ of its
+    wrapper."""
+
+    library: bytes
+    constants: Mapping[str, Any]
+    source: str
+
+
+def compile_program(method: str, program: ExportedProgram, target: Target) -> Compiled:
+    """Compile ``program``, an island of ``method``, whose inputs are tensors. Seconds.
+
+    Raises ExportError where an operator would call libtorch, naming all of them, or where Inductor fails.
+    """
+    program = program.run_decompositions(decompositions())
+    wanted = set(program.graph_signature.user_inputs)
+    inputs = tuple(n.meta["val"] for n in program.graph.nodes if n.op == "placeholder" and n.name in wanted)
+    calls: dict[str, list[torch.fx.Node]] = {}
+    try:
+        with (
+            _one_at_a_time,
+            torch.no_grad(),
+            _without_libtorch(calls, vector_math.source(target.vector_bits)),
+        ):
+            files = torch._inductor.aot_compile(program.module(), inputs, options=_options(target))
+    except Exception as error:
+        if calls:
+            raise _refused(method, calls) from None
+        node = getattr(error, "node", None)
+        raise ExportError(
+            f"{method}: expected AOTInductor to compile the island, got {type(error).__name__}: {error}; "
+            "leave the operator to another delegate, or write it differently",
+            node=node.name if isinstance(node, torch.fx.Node) else None,
+        ) from error
+    if not isinstance(files, list):
+        raise ExportError(
+            f"{method}: expected a list of files from AOTInductor, got {files!r}; use torch 2.13"
+        )
+    paths = [Path(f) for f in files if isinstance(f, str)]
+    (library,) = (p for p in paths if p.name.endswith(".wrapper.so"))
+    (source,) = (p for p in paths if p.name.endswith(".wrapper.cpp"))
+    weights = [f for f in files if isinstance(f, Mapping)]
+    return Compiled(library.read_bytes(), weights[0] if weights else {}, source.read_text())
+
+
+def _options(target: Target) -> dict[str, Any]:
+    """Inductor's configuration of one compilation."""
+    return {
+        "aot_inductor.link_libtorch": False,
+        "aot_inductor.package": True,
+        "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.package_constants_on_disk_format": "pickle_weights",
+        # No tables of source lines, nor frames for a profiler.
+        "aot_inductor.enable_line_tables": False,
+        "aot_inductor.enable_frame_pointer": False,
+        # Nothing is timed, so the same model gives the same code.
+        "max_autotune": False,
+        "max_autotune_gemm": False,
+        "deterministic": True,
+        "freezing": False,
+        "cpp.march": target.march,
+        "cpp.simdlen": target.vector_bits,
+        # Believed: the check compiles and runs a library that needs libtorch beside it.
+        "cpp.vec_isa_ok": True,
+        # As many threads as the machine has on which it runs.
+        "cpp.dynamic_threads": True,
+        "cpp.fallback_scatter_reduce_sum": False,
+    }
+
+
+class _CallsLibtorch(Exception):
+    """Stops a compilation whose library would call libtorch."""
+
+
+@contextlib.contextmanager
+def _without_libtorch(calls: dict[str, list[torch.fx.Node]], added: str) -> Iterator[None]:
+    """Collect every kernel of libtorch that generated code would call, with the nodes it comes from, and stop
+    before the C++ compiler is started if there is one; ``added`` is C++ that goes with the kernels. Inductor has
+    no settings for these."""
+    extern, shim = Scheduler.codegen_extern_call, CppWrapperCpu.generate_c_shim_extern_kernel_call
+    lookup, build = CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot, AotCodeCompiler.compile
+    origins: dict[str, list[torch.fx.Node]] = {}
+
+    def codegen_extern_call(self: Any, scheduler_node: Any) -> None:
+        # Calls are generated later, without the node; each is known by the kernel's name.
+        node = scheduler_node.node
+        overload = getattr(node, "op_overload", None)
+        found = [n for n in node.get_origins() if n.op == "call_function"]
+        # Operators that were fused into its arguments are among the origins too.
+        found = [n for n in found if n.target == overload] or sorted(found, key=lambda n: str(n.name))
+        for name in (getattr(node, "cpp_kernel_name", None), overload):
+            if name is not None:
+                origins.setdefault(str(name), []).extend(found)
+        extern(self, scheduler_node)
+
+    def c_shim(self: Any, kernel: str, *args: Any, **kwargs: Any) -> None:
+        calls.setdefault(kernel, origins.get(kernel, []))
+        shim(self, kernel, *args, **kwargs)
+
+    def runtime_lookup(self: Any, op_overload: Any, *args: Any, **kwargs: Any) -> None:
+        calls.setdefault(str(op_overload), origins.get(str(op_overload), []))
+        lookup(self, op_overload, *args, **kwargs)
+
+    def compile_code(graph: Any, wrapper_code: str, kernel_code: str, *args: Any, **kwargs: Any) -> Any:
+        if calls:
+            raise _CallsLibtorch
+        return build(graph, wrapper_code, kernel_code + added, *args, **kwargs)
+
+    Scheduler.codegen_extern_call = codegen_extern_call
+    CppWrapperCpu.generate_c_shim_extern_kernel_call = c_shim
+    CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot = runtime_lookup
+    AotCodeCompiler.compile = compile_code
+    try:
+        yield
+    finally:
+        Scheduler.codegen_extern_call = extern
+        CppWrapperCpu.generate_c_shim_extern_kernel_call = shim
+        CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot = lookup
+        AotCodeCompiler.compile = build
+
+
+def _refused(method: str, calls: Mapping[str, list[torch.fx.Node]]) -> ExportError:
+    found = [node for nodes in calls.values() for node in nodes]
+    names = [
+        f"{', '.join(map(described, nodes)) or 'an operator'} by {kernel}" for kernel, nodes in calls.items()
+    ]
+    return ExportError(
+        f"{method}: expected code that needs no libtorch, got calls of {len(calls)} of its kernels: "
+        f"{'; '.join(names)}; leave these operators to another delegate, or write them differently",
+        node=found[0].name if found else None,
+    )

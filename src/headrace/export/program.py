@@ -1,0 +1,218 @@
+"""From models to files: ExecuTorch's exporter, driven. Imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.lowered_backend_module import LoweredBackendModule
+from executorch.exir.passes import MemoryPlanningPass
+from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
+from executorch.exir.passes.propagate_device_config import PropagateDeviceConfig
+from torch.export import ExportedProgram
+from torch.fx.passes.infra.pass_base import PassResult
+
+from .. import pte
+from ..errors import ExportError, OptionError
+from . import ExportDelegate, Exported, Plan, aoti, payload
+from .target import Target
+
+__all__ = ["write"]
+
+
+def write(
+    model: Any,
+    example_inputs: Any,
+    *,
+    path: Path,
+    delegates: Sequence[ExportDelegate],
+    target: Target,
+    dynamic_shapes: Any,
+    device: str | None,
+    resident: bool,
+    weights: str,
+) -> Exported:
+    """``headrace.export`` behind its arguments' defaults; the contract is there."""
+    if weights not in ("inside", "beside"):
+        raise OptionError(f"weights: expected 'inside' or 'beside', got {weights!r}")
+    if device is None and resident:
+        raise OptionError("resident: expected a device, got device=None; name one, or leave resident out")
+    data_file = path.stem if weights == "beside" else None
+    models, inputs, shapes = _methods(model, example_inputs, dynamic_shapes)
+    programs = {name: _exported(name, models[name], inputs.get(name), shapes.get(name)) for name in models}
+    # Before anything is compiled. What a method writes is known once its in-place operators are gone.
+    if resident and (state := _state(p.run_decompositions({}) for p in programs.values())):
+        raise ExportError(
+            f"resident: expected methods without state, got mutable buffers {', '.join(state)}; export without "
+            "resident=True",
+            node=state[0],
+        )
+    partitioners = {
+        name: [
+            d.partitioner(Plan(method=name, target=target, device=device, data_file=data_file))
+            for d in delegates
+        ]
+        for name in programs
+    }
+    try:
+        edge = to_edge_transform_and_lower(
+            programs,
+            partitioner=partitioners,
+            transform_passes=[_sizes_to_their_users],
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
+        program = _planned(edge, resident)
+    except ExportError:
+        raise
+    except Exception as error:
+        raise ExportError(
+            f"{path.name}: expected ExecuTorch's exporter to lower and plan the methods {', '.join(programs)}, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    files = {path: program.buffer}
+    for name, data in (program._tensor_data or {}).items():
+        files[path.with_name(f"{name}.ptd")] = bytes(data)
+    _check(path.name, files)
+    _replace(files)
+    return Exported(path, tuple(p for p in files if p != path))
+
+
+def _planned(edge: Any, resident: bool) -> Any:
+    """The program, with its memory planned for each device."""
+    state = _state(edge.exported_program(name) for name in edge.methods)
+    return edge.to_executorch(
+        ExecutorchBackendConfig(
+            passes=[InitializedMutableBufferPass(state)] if state else [],
+            emit_mutable_buffer_names=bool(state),
+            memory_planning_pass=_Planning(alloc_graph_input=not resident, alloc_graph_output=not resident),
+            propagate_device_config=PropagateDeviceConfig(
+                skip_h2d_for_method_inputs=resident, skip_d2h_for_method_outputs=resident
+            ),
+        )
+    )
+
+
+def _sizes_to_their_users(module: torch.fx.GraphModule) -> PassResult:
+    """Compute each size again for each operator that takes it: islands are called with tensors alone, so a size
+    that one computed could not be handed to the next."""
+    for node in reversed(list(module.graph.nodes)):
+        if node.op != "call_function" or not isinstance(node.meta.get("val"), (torch.SymInt, int)):
+            continue
+        for user in list(node.users)[1:]:
+            with module.graph.inserting_before(user):
+                copy = module.graph.node_copy(node)
+            user.replace_input_with(node, copy)
+    module.recompile()
+    return PassResult(module, True)
+
+
+class _Planning(MemoryPlanningPass):  # type: ignore[misc]
+    """Plans, and afterwards gives islands of AOTInductor the id that the run time knows, and host code the
+    device that it runs on: until here the exporter read from ``target_device`` where to plan."""
+
+    def run(self, graph_module: torch.fx.GraphModule, graph_signature: Any = None) -> Any:
+        planned = super().run(graph_module, graph_signature)
+        for module in planned.graph_module.modules():
+            if not isinstance(module, LoweredBackendModule) or module.backend_id != aoti.BACKEND:
+                continue
+            module._backend_id = aoti.DELEGATE
+            specs = [spec for spec in module.compile_specs if spec.key != aoti.DEVICE_SPEC]
+            module.compile_specs[:] = [*specs, CompileSpec(aoti.DEVICE_SPEC, b"cpu")]
+        return planned
+
+
+def _methods(
+    model: Any, example_inputs: Any, dynamic_shapes: Any
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    if not isinstance(model, Mapping):
+        return {"forward": model}, {"forward": example_inputs}, {"forward": dynamic_shapes}
+    if not isinstance(example_inputs, Mapping) or set(example_inputs) != set(model):
+        raise OptionError(
+            f"example_inputs: expected a mapping with the methods {sorted(model)}, got "
+            f"{sorted(example_inputs) if isinstance(example_inputs, Mapping) else type(example_inputs).__name__}"
+        )
+    return dict(model), dict(example_inputs), dict(dynamic_shapes or {})
+
+
+def _exported(name: str, model: Any, inputs: Any, shapes: Any) -> ExportedProgram:
+    if isinstance(model, ExportedProgram):
+        return model
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(f"{name}: expected a Module or an ExportedProgram, got {type(model).__name__}")
+    if not isinstance(inputs, tuple):
+        raise OptionError(
+            f"{name}: expected a tuple of example inputs, got {type(inputs).__name__}; write (x,) for one"
+        )
+    if model.training:
+        raise ExportError(f"{name}: expected a model in eval mode, got one in training; call model.eval()")
+    with torch.no_grad():
+        try:
+            return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=True)
+        except Exception as error:
+            raise ExportError(
+                f"{name}: expected torch.export to trace the model, got {type(error).__name__}: {error}"
+            ) from error
+
+
+def _state(programs: Iterable[ExportedProgram]) -> list[str]:
+    """The placeholders of buffers that a method writes, each once."""
+    found: dict[str, None] = {}
+    for program in programs:
+        signature = program.graph_signature
+        written = set(signature.buffers_to_mutate.values())
+        found.update({p: None for p, buffer in signature.inputs_to_buffers.items() if buffer in written})
+    return list(found)
+
+
+def _check(name: str, files: Mapping[Path, bytes]) -> None:
+    """Each island of AOTInductor finds its library and its constants in these very bytes."""
+    (program_bytes, *data) = files.values()
+    program = pte.read(program_bytes)
+    held: dict[str, bytes] = {}
+    for entry in program.named_data:
+        segment = program.segments[entry.segment]
+        held[entry.key] = program_bytes[segment.offset : segment.offset + entry.nbytes]
+    for file in data:
+        for item in pte.read_data(file).entries:
+            held[item.key] = file[item.offset : item.offset + item.nbytes]
+    for method in program.methods:
+        for island in method.islands:
+            if island.delegate != aoti.DELEGATE:
+                continue
+            raw = program_bytes[island.payload_offset : island.payload_offset + island.payload_nbytes]
+            said = payload.decode(raw)
+            for key in (said.library_key, *(c.storage_key for c in said.constants)):
+                digest = hashlib.sha256(held.get(key, b"")).hexdigest()
+                if not key.startswith(digest):
+                    raise ExportError(
+                        f"{name}, {method.name}, island {island.index}: expected the bytes that {key} names, got "
+                        f"{'others' if key in held else 'none'}; report this with the model"
+                    )
+
+
+def _replace(files: Mapping[Path, bytes]) -> None:
+    """Write all of them beside their names first, so that none is ever half there."""
+    written: list[tuple[str, Path]] = []
+    try:
+        for path, data in files.items():
+            handle, pending = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            written.append((pending, path))
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            # mkstemp's files are the owner's alone; these get what open() would have given them.
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(pending, 0o666 & ~mask)
+        while written:
+            os.replace(*written[-1])
+            written.pop()
+    finally:
+        for pending, _ in written:
+            os.unlink(pending)

@@ -1,0 +1,481 @@
+"""What the tests of export ask of a process that has torch: each function below is one case.
+
+::
+
+    python -m tests.unit.export_child FOLDER PACKAGE…
+
+Prints a JSON object: for each case "" or what went wrong. Compiles nothing but ``constants_are_the_models``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CASES: dict[str, Callable[[Path], None]] = {}
+
+
+def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def main(folder: Path, packages: list[str]) -> None:
+    from tests.programs.export_aoti import without_run_time
+
+    without_run_time(packages)
+    warnings.simplefilter("ignore")
+    results = {}
+    for name, function in CASES.items():
+        try:
+            function(folder)
+            results[name] = ""
+        except BaseException:
+            results[name] = traceback.format_exc()[-3000:]
+    print(json.dumps(results))
+
+
+# -------------------- decompositions against eager PyTorch
+
+
+def close(got: Any, want: Any, tolerance: float = 1e-4) -> None:
+    import torch
+
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@case
+def convolutions_of_every_kind(folder: Path) -> None:
+    import torch
+    import torch.nn.functional as F
+
+    from headrace.export.decompositions import convolution
+
+    torch.manual_seed(0)
+    forms = {
+        1: (F.conv1d, F.conv_transpose1d),
+        2: (F.conv2d, F.conv_transpose2d),
+        3: (F.conv3d, F.conv_transpose3d),
+    }
+    choices = itertools.product((1, 2, 3), (1, 2), (0, 1, 2), (1, 2), (1, 2, 4), (1, 3))
+    done = 0
+    for n, stride, padding, dilation, groups, kernel in choices:
+        direct, transposed = forms[n]
+        x, bias = torch.randn(2, 4, *[9, 8, 7][:n]), torch.randn(8)
+        weight = torch.randn(8, 4 // groups, *[kernel] * n)
+        args = [stride] * n, [padding] * n, [dilation] * n
+        close(
+            convolution(x, weight, bias, *args, False, [0] * n, groups),
+            direct(x, weight, bias, stride, padding, dilation, groups),
+        )
+        weight = torch.randn(4, 8 // groups, *[kernel] * n)
+        for extra in range(max(stride, dilation)):
+            if all(
+                (s - 1) * stride - 2 * padding + dilation * (kernel - 1) + extra + 1 > 0 for s in x.shape[2:]
+            ):
+                close(
+                    convolution(x, weight, bias, *args, True, [extra] * n, groups),
+                    transposed(x, weight, bias, stride, padding, extra, groups, dilation),
+                )
+                done += 1
+        done += 1
+    assert done > 300
+
+
+@case
+def convolutions_of_one_image_and_of_half_precision(folder: Path) -> None:
+    import torch
+    import torch.nn.functional as F
+
+    from headrace.export.decompositions import convolution
+
+    x, weight = torch.randn(3, 6, 5), torch.randn(4, 3, 3, 3)
+    close(convolution(x, weight, None, [1], [1], [1], False, [0], 1), F.conv2d(x, weight, padding=1))
+    half, small = x.unsqueeze(0).bfloat16(), weight.bfloat16()
+    got = convolution(half, small, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert got.dtype == torch.bfloat16
+    close(got.float(), F.conv2d(half.float(), small.float(), padding=1), 2e-2)
+
+
+@case
+def products_in_every_dtype(folder: Path) -> None:
+    import torch
+
+    from headrace.export import decompositions as d
+
+    for dtype, tolerance in (
+        (torch.float32, 1e-5),
+        (torch.float64, 1e-12),
+        (torch.float16, 2e-3),
+        (torch.int64, 0),
+    ):
+        a, b, c = ((torch.randn(*s) * 3).to(dtype) for s in ((5, 7), (7, 4), (5, 4)))
+        close(d.mm(a, b), a @ b, tolerance)
+        close(d.bmm(a.expand(2, 5, 7), b.expand(2, 7, 4)), (a @ b).expand(2, 5, 4), tolerance)
+        close(d.addmm(c, a, b, beta=2, alpha=3), torch.addmm(c, a, b, beta=2, alpha=3), tolerance * 10)
+        if dtype.is_floating_point:
+            close(d.linear(a[0], b.t(), c[0]), torch.nn.functional.linear(a[0], b.t(), c[0]), tolerance)
+    nothing = torch.full((5, 4), math.nan)
+    close(d.addmm(nothing, torch.ones(5, 7), torch.ones(7, 4), beta=0), torch.full((5, 4), 7.0))
+
+
+@case
+def sums_along_a_dimension(folder: Path) -> None:
+    import torch
+
+    from headrace.export.decompositions import cumsum
+
+    x = torch.randn(3, 5, 4)
+    for dim in (0, 1, -1):
+        close(cumsum(x, dim), x.cumsum(dim))
+    close(cumsum(x > 0, 1), (x > 0).cumsum(1))
+    close(cumsum(x.half(), 1, dtype=torch.float32), x.half().cumsum(1, dtype=torch.float32))
+    close(cumsum(torch.tensor(2.0), 0), torch.tensor(2.0))
+
+
+@case
+def attention_of_every_kind(folder: Path) -> None:
+    import torch
+    import torch.nn.functional as F
+
+    from headrace.export.decompositions import attention
+
+    torch.manual_seed(1)
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    seen = torch.rand(6, 5) > 0.5
+    seen[2] = False
+    kinds: list[dict[str, Any]] = [{}, {"attn_mask": seen}, {"attn_mask": torch.randn(6, 5)}]
+    kinds += [{"is_causal": True}, {"scale": 0.3}]
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)):
+        args = [t.to(dtype) for t in (q, k, v)]
+        for kind in kinds:
+            mask = kind.get("attn_mask")
+            if mask is not None and mask.is_floating_point():
+                kind = {"attn_mask": mask.to(dtype)}
+            wanted = F.scaled_dot_product_attention(*args, enable_gqa=True, **kind)
+            got = attention(*args, enable_gqa=True, **kind)
+            assert got.dtype == dtype
+            close(got, wanted, tolerance)
+
+
+# -------------------- shape expressions
+
+
+@case
+def sizes_are_functions_of_the_inputs(folder: Path) -> None:
+    """Random expressions, as text, give what SymPy gives."""
+    import sympy
+    import torch
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._sympy.functions import FloorDiv, Mod
+
+    from headrace.export.shapes import Shapes
+
+    environment = ShapeEnv()
+    a, b = sympy.Symbol("s77", positive=True, integer=True), sympy.Symbol("s3", positive=True, integer=True)
+
+    def size(e: Any) -> Any:
+        return torch.SymInt(torch.fx.experimental.sym_node.SymNode(sympy.sympify(e), environment, int, 5))
+
+    given = [[size(a), 4], [7, size(2 * b + 3)]]
+    expressions = [
+        a,
+        2 * a + b,
+        a * b - 3,
+        FloorDiv(a, 2),
+        FloorDiv(a + b, 3) + 1,
+        Mod(a, 5),
+        sympy.Max(a, b),
+        sympy.Min(a, 4, b),
+        a**2 + b,
+        (a + 1) / 2 + sympy.Rational(1, 2),
+        sympy.floor(a / 2) - a,
+    ]
+    shapes = Shapes(given, [[size(e) for e in expressions], [6]])
+    assert shapes.symbols == {"s0": (0, 0), "s1": (1, 1)} and shapes.outputs[1] == [6]
+    for x, y in itertools.product((1, 2, 5, 12), (1, 3, 8)):
+        for e, text in zip(expressions, shapes.outputs[0], strict=True):
+            exact = e.subs({a: x, b: y})
+            if exact.is_integer:
+                assert eval(str(text), {"s0": x, "s1": 2 * y + 3, "min": min, "max": max}) == exact, (e, text)
+    for wrong in (sympy.Symbol("u0"), sympy.log(a)):
+        try:
+            Shapes(given, [[size(wrong)]])
+        except ValueError:
+            continue
+        raise AssertionError(f"{wrong} was taken")
+
+
+# -------------------- refusals
+
+
+def refused(folder: Path, model: Any, inputs: Any, **options: Any) -> Any:
+    """The error; nothing may be written, and what was there stays."""
+    import headrace.export
+    from headrace.errors import HeadraceError
+
+    path = folder / "refused.pte"
+    path.write_bytes(b"older")
+    before = sorted(folder.iterdir())
+    try:
+        headrace.export.export(model, inputs, path=path, **options)
+    except HeadraceError as error:
+        assert path.read_bytes() == b"older" and sorted(folder.iterdir()) == before
+        return error
+    raise AssertionError("was exported")
+
+
+def module(function: Callable[..., Any], **buffers: Any) -> Any:
+    import torch
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, value in buffers.items():
+                self.register_buffer(name, value)
+
+        def forward(self, x: Any) -> Any:
+            return function(self, x)
+
+    return Module().eval()
+
+
+@case
+def operators_that_need_libtorch_are_named(folder: Path) -> None:
+    import torch
+
+    def forward(self: Any, x: Any) -> Any:
+        best = torch.relu(x).topk(3)[0]
+        return best.sort()[0] + 1.0
+
+    error = refused(folder, module(forward), (torch.randn(5, 8),))
+    assert type(error).__name__ == "ExportError" and error.node == "topk", repr(error)
+    message = str(error)
+    assert "topk (aten.topk.default of float32[5, 8], at " in message, message
+    assert "sort (aten.sort.default of float32[5, 3], at " in message, message
+    assert "export_child.py" in message and "best = torch.relu(x).topk(3)[0]" in message, message
+
+
+@case
+def sizes_that_depend_on_data_are_refused(folder: Path) -> None:
+    import torch
+
+    error = refused(folder, module(lambda self, x: x.nonzero() * 2), (torch.randn(5, 8),))
+    assert type(error).__name__ == "ExportError" and error.node, repr(error)
+    assert "sizes of results that the sizes of inputs determine" in str(error), error
+
+
+@case
+def options_are_checked(folder: Path) -> None:
+    import torch
+
+    good, x = module(lambda self, x: x + 1), torch.randn(2)
+    state = module(lambda self, x: self.count.add_(1) + x, count=torch.zeros(2))
+    for kind, text, model, inputs, options in (
+        ("NotSupported", "got a GPU", good, (x,), {"target": "cuda:sm_90"}),
+        ("OptionError", "'host' or 'host:LEVEL'", good, (x,), {"target": "tpu"}),
+        ("OptionError", "x86-64-v3", good, (x,), {"target": "host:i686"}),
+        ("OptionError", "'inside' or 'beside'", good, (x,), {"weights": "away"}),
+        ("OptionError", "expected a device", good, (x,), {"device": None, "resident": True}),
+        ("OptionError", "(x,) for one", good, x, {}),
+        ("OptionError", "with the methods", {"a": good}, (x,), {}),
+        ("OptionError", "a Module or an ExportedProgram", "model", (x,), {}),
+        ("ExportError", "model.eval()", module(lambda self, x: x + 1).train(), (x,), {}),
+        ("ExportError", "torch.export to trace", module(lambda self, x: x.tolist()[0]), ("x",), {}),
+    ):
+        error = refused(folder, model, inputs, **options)
+        assert type(error).__name__ == kind and text in str(error), (kind, text, repr(error))
+    error = refused(folder, state, (x,), resident=True)
+    assert error.node == "b_count" and "without state" in str(error), repr(error)
+
+
+# -------------------- checks of the result find what is wrong
+
+
+def caught(call: Callable[[], Any], text: str) -> None:
+    from headrace.errors import ExportError
+
+    found = "nothing"
+    try:
+        call()
+    except ExportError as error:
+        found = str(error)
+    assert text in found, found
+
+
+@case
+def wrong_constants_are_found(folder: Path) -> None:
+    import torch
+
+    from headrace.export.aoti import _check_source, _check_value
+    from headrace.export.payload import Constant
+
+    weight = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    storage = weight.t().contiguous().numpy().tobytes()
+    right = Constant("w", "key", 48, 6, 0, 0, (3, 4), (1, 3))
+    _check_value("forward", right, storage, weight)
+    for wrong in (
+        Constant("w", "key", 48, 6, 0, 0, (3, 4), (4, 1)),
+        Constant("w", "key", 48, 6, 0, 0, (4, 3), (3, 1)),
+        Constant("w", "key", 48, 3, 0, 0, (3, 4), (1, 3)),
+    ):
+        caught(lambda wrong=wrong: _check_value("forward", wrong, storage, weight), "the model's own bytes")
+    changed = bytearray(storage)
+    changed[5] ^= 1
+    caught(lambda: _check_value("forward", right, bytes(changed), weight), "the model's own bytes")
+
+    source = (
+        "constants_info_[0].device_type = cached_torch_device_type_cpu;\n"
+        'constants_info_[0].original_fqn = "w";\n'
+    )
+    _check_source("forward", source, [right])
+    caught(lambda: _check_source("forward", source, []), "the library's constants to be")
+    caught(
+        lambda: _check_source("forward", source.replace("_cpu", "_cuda"), [right]), "expected it on the host"
+    )
+
+
+@case
+def unknown_symbols_are_found(folder: Path) -> None:
+    import subprocess
+
+    from headrace.export.aoti import _check_symbols
+
+    for name, text in (
+        ("aoti_torch_empty_strided", ""),
+        ("aoti_torch_cpu_convolution", "aoti_torch_cpu_convolution"),
+    ):
+        library = folder / f"{name}.so"
+        code = f"extern void {name}(void); void run(void) {{ {name}(); }}"
+        subprocess.run(
+            ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)], input=code, text=True, check=True
+        )
+        data = library.read_bytes()
+        library.unlink()
+        if text:
+            caught(lambda data=data: _check_symbols("forward", data), text)
+        else:
+            _check_symbols("forward", data)
+
+
+@case
+def constants_are_the_models(folder: Path) -> None:
+    """A strided, a tied, a scalar and a literal constant: what the file holds under each name is the model's."""
+    import torch
+
+    from headrace import pte
+    from headrace.export import export, payload
+
+    torch.manual_seed(2)
+    buffers = {
+        "strided": torch.randn(6, 8)[::2].t(),
+        "scalar": torch.tensor(1.5),
+        "twin": torch.arange(9.0) * 0.25,
+        "other_twin": torch.arange(9.0) * 0.25,
+    }
+
+    def forward(self: Any, x: Any) -> Any:
+        return (
+            (x @ self.strided).sum(-1, keepdim=True) * self.scalar
+            + self.twin
+            - self.other_twin * torch.tensor(3.0)
+        )
+
+    model = module(forward, **buffers)
+    exported = export(model, (torch.randn(4, 8),), path=folder / "constants.pte", weights="beside")
+    (data,) = exported.data
+    raw, table = data.read_bytes(), pte.read_data(data)
+    (island,) = exported.file["forward"].islands
+    start = island.payload_offset
+    said = payload.decode(exported.path.read_bytes()[start : start + island.payload_nbytes])
+    found = {}
+    for constant in said.constants:
+        entry = table[constant.storage_key]
+        flat = torch.frombuffer(
+            bytearray(raw[entry.offset : entry.offset + entry.nbytes]), dtype=torch.float32
+        )
+        found[constant.fqn] = flat.as_strided(constant.sizes, constant.strides, constant.offset)
+        assert constant.device == payload.CPU and constant.dtype == 6 and constant.nbytes == entry.nbytes
+    for name in ("strided", "twin", "other_twin"):
+        if name in found:
+            assert torch.equal(found[name], buffers[name]), name
+    assert "strided" in found and ("twin" in found or "other_twin" in found), sorted(found)
+    assert len(table.entries) == len({c.storage_key for c in said.constants})
+
+
+@case
+def files_that_miss_what_they_name_are_found(folder: Path) -> None:
+    """On what the case before wrote: a byte changed in each kind of named data, and a data file left out."""
+    from headrace import pte
+    from headrace.export import program
+
+    path, data = folder / "constants.pte", folder / "constants.ptd"
+    good = {path: path.read_bytes(), data: data.read_bytes()}
+    program._check("constants.pte", good)
+    entry = pte.read_data(data).entries[0]
+    named = pte.read(path)
+    library = named.segments[named.named_data[0].segment]
+    for file, at in ((data, entry.offset), (path, library.offset + library.nbytes // 2)):
+        changed = bytearray(good[file])
+        changed[at] ^= 1
+        caught(
+            lambda file=file, changed=changed: program._check("m", {**good, file: bytes(changed)}),
+            "got others",
+        )
+    caught(lambda: program._check("m", {path: good[path]}), "got none")
+
+
+@case
+def vector_functions_are_those_of_the_c_library(folder: Path) -> None:
+    """Every one that a library may call by SLEEF's name, in both widths of element, against PyTorch."""
+    import ctypes
+    import subprocess
+
+    import torch
+
+    from headrace.export import vector_math
+
+    code = ["#include <immintrin.h>", vector_math.source(256)]
+    calls = []
+    for table, binary in ((vector_math.UNARY, False), (vector_math.BINARY, True), (vector_math.ROUGH, False)):
+        for name, (_, accuracy) in table.items():
+            for letter, scalar, load in (("f", "float", "ps"), ("d", "double", "pd")):
+                if table is vector_math.ROUGH and letter == "d":
+                    continue
+                width = 8 if letter == "f" else 4
+                arguments = ", ".join(f"_mm256_loadu_{load}({a})" for a in ("x", "y")[: 1 + binary])
+                entry = f"call_{name}{letter}{accuracy}"
+                code.append(
+                    f'extern "C" void {entry}(const {scalar}* x, const {scalar}* y, {scalar}* out) '
+                    f"{{ _mm256_storeu_{load}(out, Sleef_{name}{letter}{width}{accuracy}({arguments})); }}"
+                )
+                calls.append((entry, name, binary, torch.float32 if letter == "f" else torch.float64))
+    library = folder / "vectors.so"
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", "-O2", "-march=x86-64-v3", "-x", "c++", "-", "-o", str(library)],
+        input="\n".join(code), text=True, check=True,
+    )  # fmt: skip
+    functions = ctypes.CDLL(str(library))
+    library.unlink()
+    assert len(calls) == 2 * (len(vector_math.UNARY) + len(vector_math.BINARY)) + len(vector_math.ROUGH)
+    for entry, name, binary, dtype in calls:
+        x = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9, 0.25, 0.6, 0.8], dtype=dtype) + (name == "acosh")
+        y = torch.tensor([0.4, -0.2, 0.3, 1.5, -0.7, 2.0, 0.9, 0.1], dtype=dtype)
+        out = torch.zeros_like(x)
+        getattr(functions, entry)(*(ctypes.c_void_p(t.data_ptr()) for t in (x, y, out)))
+        done = 8 if dtype == torch.float32 else 4
+        wanted = getattr(torch, name)(x, y) if binary else getattr(torch, name)(x)
+        torch.testing.assert_close(out[:done], wanted[:done], rtol=1e-6, atol=1e-6, msg=entry)
+        assert not out[done:].any(), entry
+    assert vector_math.source(1) == ""
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,254 @@
+"""Export by AOTInductor: what is written, what is refused, and that its checks find what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import headrace
+from headrace import pte
+from headrace.errors import NotSupported, OptionError, ProgramError
+from headrace.export import Target, payload
+from headrace.export.target import SHIMS
+from tests import programs
+from tests.conftest import run_python, succeeded
+
+CASES = re.findall(
+    r"^@case\ndef (\w+)", (Path(__file__).parent / "export_child.py").read_text(), re.MULTILINE
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each case of export_child.py said, in one process with torch."""
+    folder = tmp_path_factory.mktemp("export")
+    command = [programs.export_python(), "-m", "tests.unit.export_child", str(folder)]
+    done = subprocess.run(
+        [*command, *programs.package_folders()], cwd=programs.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_a_process_with_torch(case: str, results: dict[str, str]) -> None:
+    """EX1, EX6: the case of export_child.py; refusals name the node, its shapes and its source line."""
+    assert results[case] == ""
+    assert set(results) == set(CASES)
+
+
+# -------------------- what is written
+
+
+class Written:
+    """One exported program, its islands of AOTInductor, and the bytes that their payloads name."""
+
+    def __init__(self, name: str) -> None:
+        self.program = programs.AOTI.load(name)
+        self.file = pte.read(self.program.path)
+        raw = self.program.path.read_bytes()
+        segments = self.file.segments
+        self.inside = {d.key: raw[segments[d.segment].offset :][: d.nbytes] for d in self.file.named_data}
+        self.beside: dict[str, bytes] = {}
+        for path in self.program.data:
+            data = path.read_bytes()
+            for entry in pte.read_data(path).entries:
+                self.beside[entry.key] = data[entry.offset : entry.offset + entry.nbytes]
+        self.islands = [
+            (method, island, payload.decode(raw[island.payload_offset :][: island.payload_nbytes]))
+            for method in self.file.methods
+            for island in method.islands
+            if island.delegate == "CudaBackend"
+        ]
+
+
+@pytest.mark.parametrize("name", programs.AOTI.names())
+def test_an_island_says_what_the_run_time_needs(name: str) -> None:
+    """DE1, EX1: a host library under the hash of its bytes, constants on the host, the number of inputs, the
+    instruction set, a size for each dimension of each output."""
+    written = Written(name)
+    assert written.islands
+    for method, island, said in written.islands:
+        library = written.inside[said.library_key]
+        assert said.library_key == hashlib.sha256(library).hexdigest() + "_so_blob"
+        assert library[:4] == b"\x7fELF"
+        assert island.spec("target_device") == b"cpu" and island.spec("method_name") == method.name.encode()
+        host = json.loads(island.spec("headrace_host") or b"")
+        assert host["version"] == 1 and host["march"] == "x86-64-v3"
+        assert island.inputs is not None and len(host["outputs"]) == len(island.args) - island.inputs
+        for where in host["symbols"].values():
+            value = method.values[island.args[where[0]]]
+            assert where[0] < island.inputs and where[1] < len(value.shape)
+        for sizes, index in zip(host["outputs"], island.args[island.inputs :], strict=True):
+            assert len(sizes) == len(method.values[index].shape)
+        for constant in said.constants:
+            storage = {**written.inside, **written.beside}[constant.storage_key]
+            assert constant.device == payload.CPU and constant.nbytes == len(storage)
+            last = constant.offset + sum(
+                (s - 1) * stride for s, stride in zip(constant.sizes, constant.strides, strict=True)
+            )
+            assert (last + 1) * pte.DTYPES[constant.dtype].itemsize <= len(storage)
+
+
+@pytest.mark.parametrize("name", programs.AOTI.names())
+def test_sizes_of_outputs_are_what_eager_gave(name: str) -> None:
+    """DE1: every shape expression, at the sizes of every recorded call, where one island is the whole method."""
+    written = Written(name)
+    for method, island, _ in written.islands:
+        if len(method.islands) > 1 or len(method.inputs) != island.inputs:
+            continue
+        host = json.loads(island.spec("headrace_host") or b"")
+        calls = [c for c in written.program.calls if c.method == method.name]
+        assert calls
+        for call in calls:
+            names: dict[str, Any] = {"min": min, "max": max}
+            for symbol, (i, dim) in host["symbols"].items():
+                names[symbol] = call.inputs[i].data.shape[dim]
+            got = [[eval(str(size), dict(names)) for size in sizes] for sizes in host["outputs"]]
+            wanted = [list(o.data.shape) for o in call.outputs]
+            assert all(shape in wanted for shape in got)
+            if len(got) == len(wanted):
+                assert got == wanted
+
+
+def test_one_model_gives_one_library() -> None:
+    """EX1: the same model gives the same bytes, wherever its buffers and its constants lie."""
+    keys = set()
+    for name in ("mlp", "mlp_host", "mlp_resident"):
+        ((_, _, said),) = Written(name).islands
+        keys.add((said.library_key, tuple((c.fqn, c.storage_key) for c in said.constants)))
+    assert len(keys) == 1
+
+
+def test_planning_follows_the_options() -> None:
+    """EX1, DM1: device memory with copies, host memory, or the caller's device memory without a copy."""
+    found = {}
+    for name in ("mlp", "mlp_host", "mlp_resident"):
+        method = Written(name).file["forward"]
+        copies = sum(o.calls for o in method.operators if o.name.startswith("et_copy::"))
+        devices = {b.device for b in method.buffers if b.nbytes}
+        found[name] = (copies, devices, method.inputs[0].device, method.inputs[0].location)
+    assert found["mlp"][0] == 2 and found["mlp"][1] == {"cpu", "cuda:0"} and found["mlp"][2] == "cpu"
+    assert found["mlp_host"][:3] == (0, {"cpu"}, "cpu")
+    assert found["mlp_resident"][0] == 0 and found["mlp_resident"][2:] == ("cuda:0", "unplanned")
+
+
+def test_constants_lie_inside_or_beside() -> None:
+    """EX1: named data of the program, or of its data file, and then of that alone. The sixth parameter of the
+    model has eight elements: Inductor writes so small ones into the code."""
+    assert not Written("mlp").beside and len(Written("mlp").inside) == 1 + 5
+    beside = Written("mlp_resident")
+    assert [p.name for p in beside.program.data] == ["mlp_resident.ptd"]
+    assert len(beside.beside) == 5 and len(beside.inside) == 1
+
+
+def test_methods_hold_their_weights_once() -> None:
+    """EX1: two methods over one trunk name the same storages, each there once."""
+    written = Written("two_methods")
+    used = {
+        method.name: {c.fqn: c.storage_key for c in said.constants} for method, _, said in written.islands
+    }
+    assert used["features"] == used["score"] and len(used["score"]) == 5
+    assert set(written.beside) == set(used["score"].values())
+    assert written.program.data[0].stat().st_size < 2 * sum(map(len, written.beside.values()))
+
+
+def test_a_constant_of_two_islands_keeps_its_name_in_both() -> None:
+    """EX3: each island lists it under its own name; the bytes are there once."""
+    written = Written("split")
+    (_, _, first), (_, _, second) = written.islands
+    assert [c.fqn for c in first.constants] == [c.fqn for c in second.constants] == ["weight"]
+    assert first.constants[0].storage_key == second.constants[0].storage_key
+    assert [i.delegate for i in written.file["forward"].islands] == ["CudaBackend", "TestA", "CudaBackend"]
+
+
+def test_state_starts_as_it_is_in_the_model() -> None:
+    """EX1: mutable buffers are the method's, on the host, with their initial values in the file."""
+    states = [v for v in Written("kv_cache").file["forward"].values if v.location == "mutable"]
+    assert {v.name for v in states} == {"keys", "values", "calls"}
+    assert {v.device for v in states} == {"cpu"}
+
+
+def test_the_exporter_counts_on_shims_that_there_are() -> None:
+    """DE1: whatever the exporter lets a library call is in the run time's library of shims."""
+    folder = Path(headrace._core.__file__).parent / "lib"
+    shims = ctypes.CDLL(str(folder / "libheadrace_shims.so"))
+    missing = [name for name in SHIMS if not hasattr(shims, name.replace("aoti_torch_", "aoti_hrace_"))]
+    assert len(SHIMS) > 30 and missing == []
+    assert not hasattr(shims, "aoti_hrace_cpu_convolution")
+
+
+# -------------------- parts that need no torch
+
+
+def test_targets_are_named() -> None:
+    """EX1: host, portable by default; what is not there is said."""
+    assert Target.parse("host") == Target() and Target().march == "x86-64-v3"
+    assert Target.parse("host:x86-64-v4").vector_bits == 512
+    for text in ("host:", "host:native", "gpu", ""):
+        with pytest.raises(OptionError):
+            Target.parse(text)
+    for text in ("cuda", "cuda:sm_90"):
+        with pytest.raises(NotSupported, match="got a GPU"):
+            Target.parse(text)
+
+
+def test_without_torch_export_says_what_to_install() -> None:
+    """OP3: ExportError names the module that is missing."""
+    code = """
+        import sys
+        import headrace
+
+        sys.modules["torch"] = None
+        try:
+            headrace.export(None, (), path="never.pte")
+        except headrace.ExportError as error:
+            print(error)
+    """
+    assert "got no module 'torch'; install both" in succeeded(run_python(code))
+    assert not (programs.ROOT / "never.pte").exists()
+
+
+NAMES = st.text(max_size=12)
+NUMBERS = st.integers(-(2**63), 2**63 - 1)
+
+
+@st.composite
+def constants(draw: Any) -> payload.Constant:
+    rank = draw(st.integers(0, 4))
+    numbers = st.lists(NUMBERS, min_size=rank, max_size=rank).map(tuple)
+    small = st.integers(-(2**31), 2**31 - 1)
+    return payload.Constant(
+        draw(NAMES), draw(NAMES), draw(st.integers(0, 2**64 - 1)), draw(small), draw(small), draw(NUMBERS),
+        draw(numbers), draw(numbers),
+    )  # fmt: skip
+
+
+@given(NAMES, st.lists(constants(), max_size=4))
+def test_a_payload_is_read_as_it_was_written(key: str, items: list[payload.Constant]) -> None:
+    """DE1: the format of ExecuTorch 1.5.1, both ways."""
+    assert payload.decode(payload.encode(key, items)) == payload.Payload(key, tuple(items))
+
+
+@given(st.lists(constants(), max_size=3), st.data())
+def test_a_damaged_payload_is_an_error(items: list[payload.Constant], data: st.DataObject) -> None:
+    """OP3: cut short, too long, or of another version: ProgramError; changed bytes: that, or other values."""
+    whole = payload.encode("key", items)
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    for wrong in (whole[:cut], whole + b"\0", b"ETCUDAFQN4" + whole[10:]):
+        with pytest.raises(ProgramError):
+            payload.decode(wrong)
+    changed = bytearray(whole)
+    changed[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(ProgramError):
+        payload.decode(bytes(changed))
