@@ -16,6 +16,7 @@ namespace {
 
 std::atomic<int> running{0};
 std::atomic<bool> ending{false};
+std::atomic<bool> torn_by_fork{false};
 std::atomic<std::thread::id> ending_thread{};
 thread_local int depth = 0;
 
@@ -37,8 +38,20 @@ void arm_exit_gate() {
     (void)num_threads();
     std::atexit(&wait_for_runs);
     // Runs of other threads do not exist in a forked process.
-    pthread_atfork(nullptr, nullptr, [] { running = depth; });
+    pthread_atfork(nullptr, nullptr, [] {
+      if (running.load() > depth) torn_by_fork = true;
+      running = depth;
+    });
   });
+}
+
+Status check_not_torn(const std::string& where) {
+  if (!torn_by_fork) return {};
+  return Status(ErrorCode::kEngine,
+                where +
+                    ": expected a process that was forked while no other thread was in a call, got one that "
+                    "was; what that thread held is held for ever: fork before the calls, or start a new "
+                    "program (multiprocessing's 'spawn')");
 }
 
 RunScope::RunScope() {

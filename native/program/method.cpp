@@ -186,6 +186,7 @@ Result<Settled> MethodPool::settle(const CallOptions& options) const {
 
 Status MethodPool::run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
                        std::vector<Value>& outputs) {
+  if (Status status = check_not_torn(name_); !status.ok()) return status;
   run_put_off();
   if (Status status = check_inputs(inputs); !status.ok()) return status;
   if (Status status = check_out(out); !status.ok()) return status;
@@ -207,6 +208,7 @@ Status MethodPool::run(std::span<const Value> inputs, std::span<const Value> out
 }
 
 Status MethodPool::close() {
+  if (Status status = check_not_torn(name_); !status.ok()) return status;
   std::shared_ptr<ProgramCore> core;
   std::vector<std::unique_ptr<Instance>> doomed;
   if (in_host_function()) {

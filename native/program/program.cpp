@@ -205,6 +205,7 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
                   "instances: expected a count between 1 and 1024, got " + std::to_string(options.instances));
   }
   if (Status status = check_one_selection(); !status.ok()) return status;
+  if (Status status = check_not_torn("load"); !status.ok()) return status;
   arm_exit_gate();
   if (options.max_steps < 1) {
     return Status(ErrorCode::kOption,

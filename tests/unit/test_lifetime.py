@@ -212,3 +212,38 @@ P = programs.load(sys.argv[1]); X = [v.data for v in P.calls[0].inputs]
 """ + textwrap.dedent(EXITS[how])
     for _ in range(3):
         succeeded(run_python(code, name))
+
+
+def test_a_process_forked_during_a_call_says_so() -> None:
+    """LT3: the child neither hangs nor crashes; the parent goes on."""
+    code = """
+import os, threading, numpy as np, headrace
+from examples.scale import PROGRAM, Scale
+inside, go = threading.Event(), threading.Event()
+class Waits(headrace.Delegate, name="Scale"):
+    load = Scale.load
+    def run(self, inputs, outputs, stream):
+        inside.set()
+        assert go.wait(60)
+        Scale.run(self, inputs, outputs, stream)
+program = headrace.load(PROGRAM, device="sim")
+x, results = np.ones(4, np.float32), []
+thread = threading.Thread(target=lambda: results.extend(program["forward"](x)))
+thread.start()
+assert inside.wait(60)
+child = os.fork()
+if child == 0:
+    told = 0
+    for use in (lambda: program["forward"](x), lambda: headrace.load(PROGRAM, device="sim"), program.close):
+        try:
+            use()
+        except headrace.EngineError as error:
+            told += "forked" in str(error)
+    os._exit(0 if told == 3 else 1)
+assert os.waitpid(child, 0)[1] == 0
+go.set()
+thread.join()
+np.testing.assert_array_equal(results[0].numpy(), 6 * x)
+print("right")
+"""
+    assert succeeded(run_python(code)) == "right\n"
