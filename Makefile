@@ -8,7 +8,7 @@ NATIVE := $(shell find native cmake CMakeLists.txt pyproject.toml -type f)
 environment = $(1)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-seeds test-sanitize check format bench wheel fuzz audit-public test-cuda clean
+.PHONY: demo test test-seeds test-sanitize check format bench wheel fuzz fuzz-native audit-public test-cuda clean
 
 demo: .venv/ready ## set up, then classify handwritten digits
 	$(RUN) -m examples.digits.demo
@@ -21,7 +21,7 @@ test-seeds: .venv-dev/ready .venv-export/ready ## the contract of streams under 
 
 test-sanitize: .venv-dev/ready .venv-export/ready ## the contract and every order of dropping, under AddressSanitizer and UBSan
 	.venv-dev/bin/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv-dev/bin/ninja \
-	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHEADRACE_SANITIZE=ON -DPython_EXECUTABLE=$(CURDIR)/$(DEV) \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHEADRACE_SANITIZE=ON -DHEADRACE_NATIVE_TESTS=ON -DPython_EXECUTABLE=$(CURDIR)/$(DEV) \
 	  -DHEADRACE_ENGINE_WHEEL=$(HEADRACE_ENGINE_WHEEL) -DCMAKE_INSTALL_PREFIX=$(CURDIR)/build/sanitize/site
 	.venv-dev/bin/cmake --build build/sanitize
 	.venv-dev/bin/cmake --install build/sanitize
@@ -52,6 +52,9 @@ fuzz: .venv-dev/ready .venv-export/ready ## thousands of damaged programs and da
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.run --count 6000
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.run --count 1000 --only data_file
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.cuda --count 20000
+
+fuzz-native: ## the same cases through the C++ interface, in the build of test-sanitize; minutes
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.native build/sanitize/run_files --count 6600
 
 audit-public: .venv-dev/ready ## audit the public wheels of docs/audit.md; downloads about 0.9 GB
 	$(DEV) -m tests.audit.public_wheels build/public-wheels --check

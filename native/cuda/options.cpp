@@ -24,7 +24,7 @@ constexpr std::array<Known, 5> kKnown = {{
     {"use_shared_cuda_stream", true,
      "headrace runs every delegate on the stream of the call, which is the caller's; select one with "
      "headrace.caller_stream() or stream="},
-    {"enable_cuda_graph_for_method", false, "capture the whole method with Method.capture()"},
+    {"enable_cuda_graph_for_method", false, "graphs of a delegate alone are not made; leave it empty"},
     {"skip_copy_output_to_cpu_for_method", false,
      "the program's plan says where outputs lie; export it with outputs on the device"},
     {"weight_sharing_across_methods", true, ""},  // always so

@@ -348,9 +348,10 @@ Status Instance::run(std::span<const Value> inputs, std::span<const Value> out, 
   guard.emplace(device_, settled.stream, &call.context);
   std::optional<CallerStreamGuard> selection;
   // Delegates of others read the thread's selection: for the length of the call it is the stream of the call.
-  if (ordered) selection.emplace(reinterpret_cast<cudaStream_t>(settled.stream), device_->id());
+  bool named = ordered || settled.chosen;
+  if (named) selection.emplace(reinterpret_cast<cudaStream_t>(settled.stream), device_->id());
   Mirror mirror;
-  if (ordered && device_->backend() == Backend::kCuda) {
+  if (named && device_->backend() == Backend::kCuda) {
     if (Status status = mirror.begin(*device_, settled.stream); !status.ok()) return status;
   }
   std::optional<record::CallScope> recorded;

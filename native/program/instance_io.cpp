@@ -32,7 +32,8 @@ Status Instance::dense_on_host(size_t i, const TensorView& view, Call& call, voi
     slot.scratch.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (nbytes + 63) / 64 * 64)));
     slot.scratch_capacity = slot.scratch ? nbytes : 0;
     if (!slot.scratch)
-      return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ": no memory to repack an input");
+      return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ", input " + std::to_string(i) + ": expected " + std::to_string(nbytes) +
+                        " bytes of host memory to rewrite its layout in, got none; free memory");
   }
   repack(view, slot.dim_order.data(), slot.scratch.get());
   data = slot.scratch.get();
@@ -61,7 +62,8 @@ Status Instance::stage_out(size_t i, const Value& value, Call& call, void*& data
     slot.scratch.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (nbytes + 63) / 64 * 64)));
     slot.scratch_capacity = slot.scratch ? nbytes : 0;
     if (!slot.scratch)
-      return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ": no memory to stage an input");
+      return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ", input " + std::to_string(i) + ": expected " + std::to_string(nbytes) +
+                        " bytes of host memory to copy it to, got none; free memory");
   }
   data = slot.scratch.get();
   if (nbytes == 0) return {};
@@ -292,7 +294,5 @@ Status Instance::collect_output(size_t i, const Value* given, Call& call, Value&
   taken(view.data, nbytes);
   return {};
 }
-
-// The engine marks its instruction-wise interface as experimental; the version is pinned.
 
 }  // namespace headrace

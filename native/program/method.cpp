@@ -163,10 +163,11 @@ Result<Settled> MethodPool::settle(const CallOptions& options) const {
   if (options.stream) {
     settled = {*options.stream, true};
     device = options.stream_device;
-  } else if (uses_device_ && device_->backend() != Backend::kCpu) {
-    // A program without device work has no use for a selection, and is no reason to refuse one.
+  } else if (device_->backend() != Backend::kCpu) {
     headrace_selection selected = headrace_get_selection();
-    if (selected.selected) {
+    // A program without device memory has no use for another device's stream, and is no reason to refuse one. On
+    // its own device's it reads what is in order there.
+    if (selected.selected && (uses_device_ || selected.device == device_->id())) {
       settled = {reinterpret_cast<StreamHandle>(selected.stream), true};
       device = selected.device;
     }
@@ -207,22 +208,25 @@ Status MethodPool::run(std::span<const Value> inputs, std::span<const Value> out
   return status;
 }
 
-Status MethodPool::close() {
+Status MethodPool::check_close() const {
   if (Status status = check_not_torn(name_); !status.ok()) return status;
-  std::shared_ptr<ProgramCore> core;
-  std::vector<std::unique_ptr<Instance>> doomed;
   if (in_host_function()) {
     return Status(ErrorCode::kDevice,
                   name_ +
                       ": expected close() from outside a host function, where devices can be "
                       "waited for, got it from inside one");
   }
+  std::lock_guard lock(mutex_);
+  if (std::find(busy_.begin(), busy_.end(), std::this_thread::get_id()) == busy_.end()) return {};
+  return Status(ErrorCode::kInput, name_ + ": expected close() from outside, got it from inside a running call");
+}
+
+Status MethodPool::close() {
+  if (Status status = check_close(); !status.ok()) return status;
+  std::shared_ptr<ProgramCore> core;
+  std::vector<std::unique_ptr<Instance>> doomed;
   {
     std::unique_lock lock(mutex_);
-    if (std::find(busy_.begin(), busy_.end(), std::this_thread::get_id()) != busy_.end()) {
-      return Status(ErrorCode::kInput,
-                    name_ + ": expected close() from outside, got it from inside a running call");
-    }
     closed_ = true;
     changed_.notify_all();
     changed_.wait(lock, [&] { return idle_.size() == instances_.size(); });

@@ -28,8 +28,11 @@ class MethodPool {
 
   Status run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
              std::vector<Value>& outputs);
-  // Waits for running calls. kInput: called from inside a call of this method.
+  // Waits for running calls. What check_close() refuses is refused; any other failure is of work that was waited
+  // for, and the method is closed.
   Status close();
+  // kInput: from inside a call of this method; kDevice: from inside a host function.
+  Status check_close() const;
 
  private:
   MethodPool(std::shared_ptr<ProgramCore> core, const MethodPlan& plan);

@@ -277,13 +277,19 @@ std::vector<MemoryUse> Program::memory() const {
 }
 
 Status Program::close() {
+  // Nothing is closed, or everything.
   for (const auto& pool : pools_) {
-    if (Status status = pool->close(); !status.ok()) return status;
+    if (Status status = pool->check_close(); !status.ok()) return status;
+  }
+  Status failed;
+  for (const auto& pool : pools_) {
+    Status status = pool->close();
+    failed = failed.ok() ? status : also(failed, status);
   }
   std::shared_ptr<ProgramCore> core;
   std::lock_guard lock(mutex_);
   core.swap(core_);
-  return {};
+  return failed;
 }
 
 }  // namespace headrace

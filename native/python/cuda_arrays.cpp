@@ -1,6 +1,7 @@
 // Arrays of GPUs, as other libraries hand them around: DLPack with its stream argument, and
 // __cuda_array_interface__ (https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html).
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include "device/refusal.h"
 #include "python/objects.h"
@@ -91,7 +92,15 @@ TensorView cuda_array(nb::handle object, const Reader& reader, bool write, const
     if (!face.contains(key))
       bad(message, std::string("expected __cuda_array_interface__ with '") + key + "', got none");
   }
-  if (nb::cast<int>(nb::object(face["version"])) < 3)
+  // Whatever the producer put there.
+  auto member = [&](const char* key, auto& out, const char* expected) {
+    if (!nb::try_cast(nb::object(face[key]), out))
+      bad(message, std::string("expected '") + key + "' of __cuda_array_interface__ to be " + expected +
+                       ", got another object");
+  };
+  int version = 0;
+  member("version", version, "an int");
+  if (version < 3)
     bad(message,
         "expected __cuda_array_interface__ of version 3, which names the stream that the array is ready on, "
         "got an "
@@ -99,29 +108,38 @@ TensorView cuda_array(nb::handle object, const Reader& reader, bool write, const
   if (face.contains("mask") && !nb::object(face["mask"]).is_none())
     bad(message, "expected an array without a mask, got one with a mask");
   TensorView view;
-  auto typestr = nb::cast<std::string>(nb::object(face["typestr"]));
+  std::string typestr;
+  member("typestr", typestr, "text");
   if (!dtype_by_typestr(typestr, view.dtype))
     bad(message, "expected an array of numbers, got '" + typestr + "'");
-  nb::tuple shape{nb::object(face["shape"])};
+  std::vector<int64_t> shape, steps;
+  member("shape", shape, "a tuple of ints");
   if (shape.size() > kMaxDims)
     bad(message, "expected at most 16 dimensions, got " + std::to_string(shape.size()));
+  bool strided = face.contains("strides") && !nb::object(face["strides"]).is_none();
+  if (strided) member("strides", steps, "None or a tuple of ints");
+  if (strided && steps.size() != shape.size())
+    bad(message, "expected as many strides as sizes, got " + std::to_string(steps.size()) + " and " +
+                     std::to_string(shape.size()));
   view.ndim = static_cast<int>(shape.size());
   view.device = {DeviceKind::kCuda, static_cast<int8_t>(reader.device->ordinal())};
   auto step = static_cast<int64_t>(itemsize(view.dtype));
-  nb::object strides = face.contains("strides") ? nb::object(face["strides"]) : nb::object(nb::none());
   for (size_t d = shape.size(); d-- > 0;) {
-    view.sizes[d] = nb::cast<int64_t>(nb::object(shape[d]));
+    view.sizes[d] = shape[d];
     if (view.sizes[d] < 0) bad(message, "expected sizes of 0 or more, got " + std::to_string(view.sizes[d]));
-    view.strides_bytes[d] = strides.is_none() ? step : nb::cast<int64_t>(nb::object(strides[d]));
+    view.strides_bytes[d] = strided ? steps[d] : step;
     step *= view.sizes[d];
   }
-  auto [address, read_only] = nb::cast<std::pair<uintptr_t, bool>>(nb::object(face["data"]));
+  std::pair<uintptr_t, bool> data;
+  member("data", data, "a tuple of an address and a bool");
+  auto [address, read_only] = data;
   view.data = reinterpret_cast<void*>(address);
   if (write && read_only) bad(message, "expected an array that can be written, got a read-only one");
   confirm(view, reader, message);
   nb::object stream = face.contains("stream") ? nb::object(face["stream"]) : nb::object(nb::none());
   if (stream.is_none()) return view;  // it needs no order, its owner says
-  auto handle = nb::cast<int64_t>(stream);
+  int64_t handle = 0;
+  member("stream", handle, "None or an int");
   if (handle <= 0)
     bad(message, "expected a stream of 1, 2 or an address, got " + std::to_string(handle) +
                      " (the array interface forbids 0)");

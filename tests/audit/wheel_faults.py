@@ -104,7 +104,7 @@ def _(forge: Forge, faulty: bool) -> Wheel:
 
 @case("build-path", "source")
 def _(forge: Forge, faulty: bool) -> Wheel:
-    return Wheel({"pkg/_c.so": quoting(forge, "/work/pkg/src/a.cu" if faulty else "/usr/include/c++/12/a.h")})
+    return Wheel({"pkg/_c.so": quoting(forge, "/home/me/src/a.cu" if faulty else "/usr/include/c++/12/a.h")})
 
 
 @case("stack-executable")

@@ -297,6 +297,36 @@ def test_lent_memory_may_be_passed_on_while_its_call_runs(sims: Devices) -> None
     define(Scale)
 
 
+@pytest.mark.parametrize("how", ["argument", "selection"])
+def test_a_program_on_the_host_reads_lent_memory_in_order(how: str, sims: Devices) -> None:
+    """SY2, SY3: a host-planned program that a delegate calls reads what the stream of the call has yet to write."""
+    inner_program, outer_program = golden("dynamic_batch"), golden("split_cuda_resident_dynamic")
+    results: list[Any] = []
+
+    class Calls(delegates.OneCall):
+        dynamic = True
+
+        def enqueue(self, inputs: Any, outputs: Any, stream: Any) -> None:
+            if self.context.island == 0:
+                results.append(self.inner["forward"](inputs[0]))
+            super().enqueue(inputs, outputs, stream)
+
+    delegates.install(Calls)
+    (x,) = inner_program.inputs()
+    for device in sims:
+        stream, source = device.stream(), device.empty(x.shape)
+        with inner_program.load(device) as inner, outer_program.load(device) as outer:
+            Calls.inner = inner  # type: ignore[attr-defined]
+            stream.wait(device.per_thread_stream().record())  # behind the allocation
+            stream.call(lambda to=source: np.copyto(to.numpy(), x), writes=[source])
+            if how == "argument":
+                outer["forward"](source, stream=stream)
+            else:
+                with headrace.caller_stream(stream):
+                    outer["forward"](source)
+            assert inner_program.right(results.pop())
+
+
 def test_host_functions_may_not_call_the_device(sims: Devices) -> None:
     """DE3: CUDA's rule for cuLaunchHostFunc; the error is raised by the next wait."""
     for device in sims:

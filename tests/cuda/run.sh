@@ -13,7 +13,11 @@ wheels=$(cd "$1" && pwd)
 shift
 here=$(cd "$(dirname "$0")/../.." && pwd)
 python=${PYTHON:-python3}
-site=${SITE:-/tmp/headrace-site}
+site=${SITE:-}
+if [ -z "$site" ]; then
+  site=$here/build/cuda-site
+  rm -rf "$site"
+fi
 HEADRACE_ENGINE_WHEEL=$(ls "$wheels"/executorch-*.whl)
 PYTHONPATH=$site
 PATH=$site/bin:$PATH

@@ -21,7 +21,7 @@ def engine_flags() -> list[object]:
     include = engines[-1]
     return [
         *("-isystem", include, "-isystem", include / "executorch/runtime/core/portable_type/c10"),
-        *("-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_USE_THREADPOOL"),
+        *("-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_USE_THREADPOOL", "-DET_EVENT_TRACER_ENABLED"),
     ]
 
 

@@ -56,7 +56,7 @@ def compile_program(method: str, program: ExportedProgram, target: Target) -> Co
         ):
             files = torch._inductor.aot_compile(program.module(), inputs, options=_options(target))
     except Exception as error:
-        if calls:
+        if calls and _is_from(error, _CallsLibtorch):
             raise _refused(method, calls) from None
         node = getattr(error, "node", None)
         raise ExportError(
@@ -98,6 +98,17 @@ def _options(target: Target) -> dict[str, Any]:
         "cpp.dynamic_threads": True,
         "cpp.fallback_scatter_reduce_sum": False,
     }
+
+
+def _is_from(error: BaseException | None, kind: type[BaseException]) -> bool:
+    """Whether such an exception is in the error's chain."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, kind):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class _CallsLibtorch(Exception):

@@ -177,6 +177,13 @@ def refusals(gpu: Any, method: Any, inputs: Any) -> None:
     refused(device, "cuda:1|cuda:0|copy it first", lambda: method(Foreign(x, none, ordinal=1), y))
     refused(own, "version 3", lambda: method(Faced(x, version=2), y))
     refused(own, "forbids 0", lambda: method(Faced(x, stream=0), y))
+    for wrong in (
+        {"version": "3"}, {"typestr": 4}, {"shape": 8}, {"shape": ("a",)}, {"strides": (4,)}, {"strides": 4},
+        {"data": (x.address,)}, {"data": x.address}, {"stream": "one"},
+    ):  # fmt: skip
+        refused(
+            own, f"input 0|expected|{next(iter(wrong))}", lambda wrong=wrong: method(Faced(x, **wrong), y)
+        )
     refused(own, "dtype", lambda: method(Faced(x, typestr="<f8", strides=None, shape=(1, 1)), y))
     refused(own, "leaves", lambda: method(Faced(x, shape=(4, 4000), strides=None), y))
     refused(own, "does not", lambda: method(Faced(x, data=(host.ctypes.data, False)), y))
