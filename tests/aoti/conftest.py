@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import headrace
-from tests import aoti
+from tests import programs
 from tests.conftest import array_of, assert_close
 from tests.contract import delegates
 
@@ -35,7 +35,7 @@ def arguments(call: Any) -> list[Any]:
     return [array_of(value) for value in call.inputs]
 
 
-def assert_right(program: aoti.Program, results: Any, call: Any) -> None:
+def assert_right(program: programs.Program, results: Any, call: Any) -> None:
     """Every output against eager PyTorch's."""
     assert len(results) == len(call.outputs) > 0
     for got, want in zip(results, call.outputs, strict=True):
@@ -44,7 +44,7 @@ def assert_right(program: aoti.Program, results: Any, call: Any) -> None:
         assert_close(got, want, program.rtol, program.atol)
 
 
-def check(program: aoti.Program, loaded: headrace.Program) -> None:
+def check(program: programs.Program, loaded: headrace.Program) -> None:
     """Every call of the program, in order."""
     for call in program.calls:
         assert_right(program, loaded["forward"](*arguments(call)), call)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace import pte
 
-__all__ = ["library", "replace_everywhere", "replace_library", "shared_library"]
+__all__ = ["for_cuda", "library", "replace_everywhere", "replace_library", "shared_library"]
 
 KEY = re.compile(rb"([0-9a-f]{64})_so_blob")
 
@@ -44,6 +44,12 @@ def replace_everywhere(program: bytes, old: bytes, new: bytes) -> bytes:
     """Every ``old`` by ``new``, of the same length; there is one at least."""
     assert len(old) == len(new) and program.count(old) >= 1
     return program.replace(old, new)
+
+
+def for_cuda(program: bytes) -> bytes:
+    """The program without the compile specs of a host library: then it is one for CUDA, as stock ExecuTorch's are."""
+    made = replace_everywhere(program, b"headrace_host", b"headrace_gone")
+    return replace_everywhere(made, b"target_device", b"target_absent")
 
 
 def constant(

@@ -13,22 +13,21 @@ import pytest
 import headrace
 from headrace import aoti as facts
 from headrace import cli
-from tests import aoti
 from tests.native.aoti.test_library import cuda_library
-from tests.programs import ROOT
+from tests.programs import AOTI, ROOT
 
 from . import forge
 
 
 def test_an_island_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     """DE1: target, size, constants and their device, shims, what it asks of the system; as dataclasses, text and JSON."""
-    program = aoti.load("mlp")
+    program = AOTI.load("mlp")
     (island,) = facts.read(program.path)
     image = forge.library(program.path.read_bytes())
     assert (island.method, island.target, island.march) == ("forward", "host", "x86-64-v3")
     assert island.library_nbytes == len(image) and facts.library(program.path, island.library_key) == image
     constants = {c.fqn: c for c in island.constants}
-    assert constants["up.weight"].shape == (128, 64) and constants["up.weight"].nbytes == 128 * 64 * 4
+    assert constants["a.weight"].shape == (32, 16) and constants["a.weight"].nbytes == 32 * 16 * 4
     assert {c.device for c in island.constants} == {"cpu"} and {c.dtype for c in island.constants} == {
         "float32"
     }
@@ -41,7 +40,7 @@ def test_an_island_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (
         f"AOTInductor library of instruction {island.instruction}: for host, x86-64-v3, {len(image)} bytes",
         f"{len(island.constants)} constants on cpu, {sum(c.nbytes for c in island.constants)} bytes",
-        "up.weight: float32[128, 64] on cpu",
+        "a.weight: float32[32, 16] on cpu",
         "of libc.so.6: GLIBC_2.34\n",
         f"calls {len(island.shims)} functions of headrace's: aoti_torch_clone, ",
     ):
@@ -52,17 +51,17 @@ def test_an_island_is_described(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_island_of_a_split_program_is_described() -> None:
-    """DE1: three libraries, in order."""
-    program = aoti.load("chain")
+    """DE1: two libraries, in order."""
+    program = AOTI.load("chain")
     islands = facts.read(program.path)
-    assert [i.instruction for i in islands] == sorted({i.instruction for i in islands}) and len(islands) == 3
-    assert len({i.library_key for i in islands}) == 3
-    assert [[c.fqn for c in i.constants] for i in islands] == [["first"], ["scales.0"], ["first"]]
+    assert [i.instruction for i in islands] == sorted({i.instruction for i in islands}) and len(islands) == 2
+    assert len({i.library_key for i in islands}) == 2
+    assert [[c.fqn for c in i.constants] for i in islands] == [["first"], ["second"]]
 
 
 def test_what_is_missing_here_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """DE1, DE5: shims and versions that would be refused at load; and a GPU's library says what it is."""
-    raw = aoti.load("add_one").path.read_bytes()
+    raw = AOTI.load("add_one").path.read_bytes()
     head = 'extern "C" int aoti_torch_cpu_convolution(bool); extern "C" char* getenv(const char*);\n'
     body = 'return aoti_torch_cpu_convolution(getenv("X") != nullptr);'
     library = forge.shared_library(tmp_path, body, head=head)
@@ -72,7 +71,7 @@ def test_what_is_missing_here_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "the function aoti_torch_cpu_convolution" in island.missing
     assert any("'GLIBC_9.2.5' of libc.so.6" in line for line in island.missing)
 
-    made = forge.replace_library(raw, cuda_library(tmp_path)).replace(b"headrace_host", b"headrace_gone")
+    made = forge.for_cuda(forge.replace_library(raw, cuda_library(tmp_path)))
     path = tmp_path / "cuda.pte"
     path.write_bytes(made)
     (island,) = facts.read(path)
@@ -83,7 +82,7 @@ def test_what_is_missing_here_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_damaged_islands_are_a_typed_error_of_the_command() -> None:
     """OP3: exit status and one line; nothing of the program is run."""
-    raw = aoti.load("add_one").path.read_bytes()
+    raw = AOTI.load("add_one").path.read_bytes()
     for made, words in (
         (raw.replace(b"ETCUDAFQN3", b"ETCUDAFQN4"), "ETCUDAFQN4"),
         (forge.replace_library(raw, b"no library"), "no ELF file"),
@@ -96,7 +95,7 @@ def test_damaged_islands_are_a_typed_error_of_the_command() -> None:
 
 def test_inspecting_loads_no_library() -> None:
     """DE1: the library is not mapped afterwards, nor the program's memory made."""
-    path: Any = aoti.load("mlp").path
+    path: Any = AOTI.load("mlp").path
     code = f"""
 from headrace import aoti
 aoti.read({str(path)!r})

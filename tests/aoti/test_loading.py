@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import headrace
-from tests import aoti, programs
+from tests import programs
 from tests.conftest import run_python, succeeded
 from tests.native import compiler
+from tests.programs import AOTI
 
 from .conftest import arguments, assert_right, check, mapped
 
@@ -24,12 +25,12 @@ BUNDLED = Path(sys.modules["headrace._core"].__file__ or "").parent / "lib"
 
 # Runs two programs, and prints from where their libraries were loaded.
 RUN = """
-from tests import aoti
 from tests.aoti.conftest import check
+from tests.programs import AOTI
 places = set()
 for name in ("add_one", "mlp"):
-    with aoti.load(name).open("cpu", options=OPTIONS) as loaded:
-        check(aoti.load(name), loaded)
+    with AOTI.load(name).open("cpu", options=OPTIONS) as loaded:
+        check(AOTI.load(name), loaded)
         for line in open("/proc/self/maps"):
             if "memfd:headrace:" in line:
                 places.add("memory")
@@ -41,20 +42,21 @@ print(*sorted(places))
 
 def test_two_different_libraries_one_after_the_other_are_two() -> None:
     """LT5: also where the second gets the descriptor number that the first one had."""
+    first, second = AOTI.load("add_one"), AOTI.load("mlp_host")
     for _ in range(5):
-        for name, more in (("add_one", 1), ("add_two", 2)):
-            with aoti.load(name).open("cpu") as loaded:
-                assert np.array_equal(loaded["forward"](X)[0], X + more)
-    with aoti.load("add_one").open("cpu") as one, aoti.load("add_two").open("cpu") as two:
+        for program_ in (first, second):
+            with program_.open("cpu") as loaded:
+                check(program_, loaded)
+    with first.open("cpu") as one, second.open("cpu") as two:
         for _ in range(3):
-            assert np.array_equal(one["forward"](X)[0], X + 1)
-            assert np.array_equal(two["forward"](X)[0], X + 2)
+            check(first, one)
+            check(second, two)
 
 
 def test_a_library_is_mapped_once_however_often_it_is_loaded() -> None:
     """LT4: programs, instances and islands share it; it goes with the last, in whatever order they are closed."""
     before = mapped()
-    programs_ = [aoti.load("add_one").open("cpu", instances=3) for _ in range(4)]
+    programs_ = [AOTI.load("add_one").open("cpu", instances=3) for _ in range(4)]
     assert mapped() == before + 1
     for k in (2, 0, 3):
         programs_[k].close()
@@ -68,25 +70,24 @@ def test_two_hundred_cycles_are_flat() -> None:
     """LT3, LT5: mappings, descriptors and threads, with calls from threads that live on; two libraries that take turns."""
     code = """
         import os, threading, queue
-        import numpy as np
         import headrace
-        from tests import aoti
+        from tests.aoti.conftest import arguments, assert_right, check
+        from tests.programs import AOTI
 
         work, done = queue.Queue(), queue.Queue()
         def worker():
             while (job := work.get()) is not None:
                 done.put(job())
         threading.Thread(target=worker, daemon=True).start()
-        X = np.array([1, 2, 3], np.float32)
 
         def cycle(k):
-            name, more = (("add_one", 1), ("add_two", 2))[k % 2]
-            with aoti.load(name).open("cpu") as loaded:
-                assert np.array_equal(loaded["forward"](X)[0], X + more)
-                work.put(lambda: loaded["forward"](X)[0])
-                assert np.array_equal(done.get(), X + more)
-            with aoti.load("mlp").open(headrace.device("sim", schedule="late")) as loaded:
-                loaded["forward"](aoti.load("mlp").calls[0].inputs[0].data)
+            program = AOTI.load(("add_one", "mlp_host")[k % 2])
+            with program.open("cpu") as loaded:
+                check(program, loaded)
+                work.put(lambda: loaded["forward"](*arguments(program.calls[0])))
+                assert_right(program, done.get(), program.calls[0])
+            with AOTI.load("mlp").open(headrace.device("sim", schedule="late")) as loaded:
+                loaded["forward"](AOTI.load("mlp").calls[0].inputs[0].data)
 
         def now():
             maps = open("/proc/self/maps").read().splitlines()
@@ -188,9 +189,9 @@ def test_no_place_at_all_is_an_error_that_names_each_and_the_option(tmp_path: Pa
         FORBID
         + f"""
 import headrace
-from tests import aoti
+from tests.programs import AOTI
 try:
-    aoti.load("add_one").open("cpu", options={{"CudaBackend": {{"library_directory": {str(place)!r}}}}})
+    AOTI.load("add_one").open("cpu", options={{"CudaBackend": {{"library_directory": {str(place)!r}}}}})
 except headrace.DelegateUnavailable as error:
     print(error)
 """
@@ -251,11 +252,11 @@ def test_in_one_process_each_library_binds_its_own_functions(
 ) -> None:
     """DE1: our library binds our shims, torch's own runner binds torch's; also with torch loaded globally; both
     answer right."""
-    package = aoti.ensure() / "torch.pt2"
+    package = AOTI.ensure() / "torch.pt2"
     ours = """
 import headrace
-from tests import aoti
-loaded = aoti.load("add_one").open("cpu")
+from tests.programs import AOTI
+loaded = AOTI.load("add_one").open("cpu")
 assert np.array_equal(loaded["forward"](X)[0], X + 1)
 """
     theirs = f"""
@@ -354,7 +355,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]
         check=True,
     )
     torch = Path(found.stdout.strip()) / "lib"
-    with zipfile.ZipFile(aoti.ensure() / "torch.pt2") as package:
+    with zipfile.ZipFile(AOTI.ensure() / "torch.pt2") as package:
         (name,) = [n for n in package.namelist() if n.endswith(".so")]
         (folder / "theirs.so").write_bytes(package.read(name))
     (folder / "main.cpp").write_text(PROGRAM)
@@ -377,7 +378,7 @@ def test_in_a_program_that_links_libtorch_each_binds_its_own(
     """DE1: libtorch's names are visible from the start there."""
     main, theirs, _ = program
     done = subprocess.run(
-        [main, first, aoti.load("add_one").path, theirs],
+        [main, first, AOTI.load("add_one").path, theirs],
         env={**os.environ, "LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")},
         capture_output=True,
         text=True,
@@ -394,7 +395,7 @@ def test_a_library_may_be_closed_on_another_thread_than_it_ran_on() -> None:
     import threading
 
     before = mapped()
-    program_ = aoti.load("add_one")
+    program_ = AOTI.load("add_one")
     loaded = program_.open("cpu")
     go, ended = threading.Event(), threading.Event()
 

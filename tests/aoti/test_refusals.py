@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import headrace
-from tests import aoti
+from headrace import pte
 from tests.conftest import run_python
+from tests.programs import AOTI
 
 from . import forge
 from .conftest import arguments, check
@@ -20,7 +21,7 @@ ADD = "add_one"
 
 
 def raw() -> bytes:
-    return aoti.load(ADD).path.read_bytes()
+    return AOTI.load(ADD).path.read_bytes()
 
 
 def call(program: bytes, *inputs: Any, **options: Any) -> Any:
@@ -42,7 +43,7 @@ def refused(program: bytes, error: type[Exception], *words: str, **options: Any)
 
 def test_a_shared_stream_of_the_delegate_s_own_is_not_supported() -> None:
     """OP1: true is NotSupported, what is no bool an OptionError, false is accepted."""
-    program = aoti.load(ADD)
+    program = AOTI.load(ADD)
 
     def options(value: Any) -> Any:
         return {"CudaBackend": {"use_shared_cuda_stream": value}}
@@ -69,12 +70,12 @@ def test_a_shared_stream_of_the_delegate_s_own_is_not_supported() -> None:
 def test_unknown_options_are_refused_naming_the_nearest(given: str, nearest: str) -> None:
     """OP2"""
     with pytest.raises(headrace.OptionError, match=f"got '{given}'; the nearest is '{nearest}'"):
-        aoti.load(ADD).open("cpu", options={"CudaBackend": {given: True}})
+        AOTI.load(ADD).open("cpu", options={"CudaBackend": {given: True}})
 
 
 def test_options_that_would_not_be_honoured_are_refused(tmp_path: Path) -> None:
     """OP1, OP2: stock ExecuTorch's other options, and a folder that is none."""
-    program = aoti.load(ADD)
+    program = AOTI.load(ADD)
     for key in ("enable_cuda_graph_for_method", "skip_copy_output_to_cpu_for_method"):
         with pytest.raises(headrace.NotSupported, match=f"{key}.*got 'forward', which is not supported"):
             program.open("cpu", options={"CudaBackend": {key: "forward"}})
@@ -138,7 +139,7 @@ def test_a_missing_shim_is_named_with_the_library_s_symbol(tmp_path: Path) -> No
 )
 def test_what_a_library_asks_of_the_system_is_checked_at_load(old: bytes, new: bytes, words: str) -> None:
     """DE1, DE5: glibc, libstdc++, libgomp, by version."""
-    program = aoti.load("mlp")
+    program = AOTI.load("mlp")
     original = program.path.read_bytes()
     made = forge.replace_library(original, forge.replace_everywhere(forge.library(original), old, new))
     refused(made, headrace.DelegateUnavailable, words, "asks of the system", data=program.data, device="cpu")
@@ -367,13 +368,19 @@ def test_payloads_that_are_cut_off_or_too_long_are_refused() -> None:
     assert "is no text" in read(whole.replace(b"w", b"\xff", 1))
 
 
-def test_data_that_a_payload_names_must_be_there_and_of_its_size() -> None:
-    """DE1, OP4: a missing data file is told from a foreign one."""
-    program, other = aoti.load("mlp"), aoti.load("embedding")
+def test_data_that_a_payload_names_must_be_there_and_of_its_size(tmp_path: Path) -> None:
+    """DE1, OP4: a data file that is missing, one of another program, and one with other bytes under the same name."""
+    program, other = AOTI.load("mlp_resident"), AOTI.load("constants")
     raw = program.path.read_bytes()
-    refused(raw, headrace.ProgramError, "cuda_fqn_weight:cpu:norm.weight", "pass the .ptd files")
-    error = refused(raw, headrace.ProgramError, "cuda_fqn_weight:cpu:", data=other.data)
-    assert "pass the .ptd files" in str(error) or "bytes under the key" in str(error)
+    key = pte.read_data(program.data[0]).entries[0].key
+    for data in ((), other.data):
+        refused(raw, headrace.ProgramError, key, "got none", "pass the .ptd files", data=data)
+    foreign = other.data[0].read_bytes()
+    for entry in pte.read_data(foreign).entries:
+        path = tmp_path / "foreign.ptd"
+        path.write_bytes(forge.replace_everywhere(foreign, entry.key.encode(), key.encode()))
+        with pytest.raises(headrace.ProgramError, match=f"bytes under the key '{key}', got {entry.nbytes}"):
+            headrace.load(raw, data=[path])
 
 
 # ------------------------------------------------------------- host specs
@@ -411,30 +418,28 @@ def test_damaged_host_specs_are_refused(new: bytes, words: str) -> None:
 
 def test_sizes_that_cannot_be_computed_are_refused_at_the_call() -> None:
     """OP5: a division by zero, an overflow, a negative size; and one beyond the plan's bounds."""
-    program = aoti.load("dynamic")
+    program = AOTI.load("dynamic_sizes")
     original = program.path.read_bytes()
-    found = re.search(rb'"outputs": \[\["(s\d+)", 4\], \["(2\*s\d+)"\]\]', original)
+    found = re.search(rb'\["\(3 \* (s\d)\)"\]', original)
     assert found is not None, host_spec(original)
-    symbol, double = found[1], found[2]
+    old, symbol = found[0], found[1]
+    inputs = arguments(program.calls[0])
     for new, words in (
         (b"1//0", "a division by zero"),
         (b"-2", "a negative size"),
         (b"9**", "expected"),
         (b"99", "within the plan's bounds"),
     ):
-        made = original.replace(b'["' + double + b'"]', (b'["' + new + b'"]').ljust(len(double) + 4))
-        assert made != original and symbol in made
+        made = original.replace(old, (b'["' + new + b'"]').ljust(len(old)))
         for device in ("cpu", headrace.device("sim", schedule="late")):
             with pytest.raises(
                 (headrace.InputError, headrace.DelegateError, headrace.ProgramError), match=words
             ):
-                call(made, *arguments(program.calls[0]), device=device, data=program.data)
+                call(made, *inputs, device=device, data=program.data)
     # A size that the library does not make: told when its work runs.
-    made = original.replace(
-        b'["' + double + b'"]', b'["' + symbol + b'"]' + b" " * (len(double) - len(symbol))
-    )
-    with pytest.raises(headrace.DelegateError, match=r"output 1: expected float32\[4\].*got float32\[8\]"):
-        call(made, *arguments(program.calls[0]), device=headrace.device("sim"), data=program.data)
+    made = original.replace(old, b'["(2 * ' + symbol + b')"]')
+    with pytest.raises(headrace.DelegateError, match=r"output 2: expected float32\[10\].*got float32\[15\]"):
+        call(made, *inputs, device=headrace.device("sim"), data=program.data)
 
 
 # ----------------------------------------------------------------- memory
@@ -443,10 +448,8 @@ def test_sizes_that_cannot_be_computed_are_refused_at_the_call() -> None:
 def test_a_cuda_library_says_that_its_kernels_need_a_gpu(tmp_path: Path) -> None:
     """DE1, DM2: named before anything of it runs: where its kernels do not run, and host memory where it needs
     device memory."""
-    spec = b"headrace_host"
-    # Without the spec of a host library it is one for CUDA, as stock ExecuTorch's are.
-    program = aoti.load("embedding")
-    planned = forge.replace_everywhere(program.path.read_bytes(), spec, b"headrace_gone")
+    program = AOTI.load("embeddings")
+    planned = forge.for_cuda(program.path.read_bytes())
     error = refused(
         planned, headrace.DelegateUnavailable, "do not run on cpu", device="cpu", data=program.data
     )
@@ -458,7 +461,7 @@ def test_a_cuda_library_says_that_its_kernels_need_a_gpu(tmp_path: Path) -> None
         device=headrace.device("sim"),
         data=program.data,
     )
-    hosted = forge.replace_everywhere(raw(), spec, b"headrace_gone")
+    hosted = forge.for_cuda(raw())
     refused(
         hosted,
         headrace.DelegateUnavailable,

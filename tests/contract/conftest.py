@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import headrace
-from tests import aoti, programs
+from tests import programs
 from tests.programs.committed import __file__ as committed
 
 from . import delegates
@@ -150,14 +150,14 @@ class Golden:
 
 @functools.cache
 def golden(name: str) -> Golden:
-    """A program of tests.programs; "aoti_NAME": one of tests.aoti, whose islands are native."""
+    """A program of tests.programs; "aoti_NAME": one of tests.programs.AOTI, whose islands are native."""
     data: tuple[Any, ...] = ()
     path = Path(committed).parent / f"{name}.pte"
     if path.exists():
         calls = programs.read_calls(path.with_suffix(".npz"))
         rtol, atol = 1e-5, 1e-6
     elif name.startswith("aoti_"):
-        native = aoti.load(name.removeprefix("aoti_"))
+        native = programs.AOTI.load(name.removeprefix("aoti_"))
         path, data, calls, rtol, atol = native.path, native.data, native.calls, native.rtol, native.atol
     else:
         program = programs.load(name)

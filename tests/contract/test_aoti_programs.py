@@ -59,7 +59,7 @@ def test_answers_are_those_of_eager(name: str, kind: str) -> None:
                     )
                     assert_close(host, want, program.rtol, program.atol)
         # Where nothing runs on a device there is no order to look at, and a check that looks at nothing fails.
-        if kind != "cpu" and name != "mlp_host":
+        if kind != "cpu" and name not in ("mlp_host", "add_one"):
             record.check()
 
 

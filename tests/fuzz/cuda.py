@@ -16,9 +16,9 @@ import tempfile
 from pathlib import Path
 
 from headrace import pte
-from tests import aoti
 from tests.aoti import forge
 from tests.native import compiler
+from tests.programs import AOTI
 
 NATIVE = compiler.ROOT / "native"
 SANITIZE = (
@@ -50,7 +50,7 @@ def build(folder: Path) -> Path:
 
 def seeds(folder: Path) -> dict[str, Path]:
     """One real library, payload and spec."""
-    program = aoti.load("mlp")
+    program = AOTI.load("mlp")
     raw = program.path.read_bytes()
     island = pte.read(raw)["forward"].islands[0]
     spec = b'{"version": 1, "march": "x86-64-v3", "symbols": {"s0": [0, 1], "s1": [1, 0]}, "outputs": [["2*s0 + 1", 3],'

@@ -26,9 +26,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import headrace
 
 __all__ = [
     "AOTI",
@@ -105,6 +108,13 @@ class Program:
     atol: float
     note: str
 
+    def open(self, device: Any = None, **options: Any) -> headrace.Program:
+        """The program, loaded."""
+        # The exporter's Python imports this module too, and has no headrace.
+        import headrace
+
+        return headrace.load(self.path, data=self.data, device=device, **options)
+
     @functools.cached_property
     def view(self) -> dict[str, Any]:
         return json.loads(self.path.with_suffix(".view.json").read_text())
@@ -179,6 +189,7 @@ AOTI = Collection(
     "tests.programs.export_aoti",
     (
         *(HERE / f"{name}.py" for name in ("aoti", "delegates", "export", "export_aoti", "graph")),
+        HERE / "wrapper.h",
         *sorted((ROOT / "src" / "headrace" / "export").glob("*.py")),
     ),
     package_folders,

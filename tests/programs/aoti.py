@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.export import Dim
+from executorch.exir.backend.partitioner import PartitionResult
+from executorch.exir.backend.utils import tag_mutated_buffer
+from torch.export import Dim, ExportedProgram
 
 from headrace.export import Aoti, Plan
+from headrace.export.aoti import AotiPartitioner
 
 from .delegates import GraphPartitioner, aten
 
@@ -74,6 +77,23 @@ class Claims:
         return GraphPartitioner(self.name, self.targets, plan.device)
 
 
+class KeepingPartitioner(AotiPartitioner):
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        result = super().partition(exported_program)
+        tag_mutated_buffer(exported_program)
+        return result
+
+
+@dataclass(frozen=True)
+class KeepsState:
+    """AOTInductor with the state inside its islands, as stock ExecuTorch's exporter leaves it and ours does not."""
+
+    def partitioner(self, plan: Plan) -> KeepingPartitioner:
+        return KeepingPartitioner(
+            plan.target, method=plan.method, device=plan.device, data_file=plan.data_file
+        )
+
+
 # -------------------- the plain ones
 
 
@@ -94,17 +114,15 @@ def mlp() -> Export:
     return Export(forward(MLP(), several((4, 16))), note="planned for a device: copies in and out")
 
 
-@model
-def mlp_host() -> Export:
-    return Export(forward(MLP(), several((4, 16))), {"device": None}, note="the same in host memory")
+class AddOne(torch.nn.Module):
+    def forward(self, x):
+        return x + 1.0
 
 
 @model
-def mlp_resident() -> Export:
+def add_one() -> Export:
     return Export(
-        forward(MLP(), several((4, 16))),
-        {"resident": True, "weights": "beside"},
-        note="inputs and outputs are the caller's device memory; constants in a data file",
+        forward(AddOne(), several((3,))), {"device": None}, note="the smallest library; no constant"
     )
 
 
@@ -231,7 +249,7 @@ def masked_attention() -> Export:
 
 
 class Embedded(torch.nn.Module):
-    """int64 in and out; one result is a view of another, one is an input, one is a constant."""
+    """int64 in and out; results that are a view of another, one twice, an input, a view of it, a constant, a scalar."""
 
     def __init__(self):
         super().__init__()
@@ -241,7 +259,8 @@ class Embedded(torch.nn.Module):
 
     def forward(self, index, offset):
         rows = self.table(index)
-        return rows, rows.transpose(0, 1), rows[1:, ::2], index + offset, offset, self.steps, rows.sum()
+        views = rows.transpose(0, 1), rows[1:, ::2], rows, offset.view(2, 2)
+        return rows, *views, index + offset, offset, self.steps, rows.sum(), rows.argmax(dim=1)
 
 
 @model
@@ -267,14 +286,48 @@ def dynamic_sizes() -> Export:
 
 
 class Logic(torch.nn.Module):
-    def forward(self, a, b, x):
-        return a & b, ~a, torch.where(a, x, -x), (x > 0) ^ b, a.any(), x.to(torch.int8), a.to(torch.uint8)
+    def forward(self, a, b, x, h, m):
+        narrow = x.to(torch.int8), a.to(torch.uint8), m * 2 - h.to(torch.bfloat16)
+        return (
+            a & b,
+            ~a,
+            torch.where(a, x, -x),
+            (x > 0) ^ b,
+            a.any(),
+            *narrow,
+            torch.where(b, h.float(), m.float()),
+        )
 
 
 @model
 def boolean() -> Export:
-    calls = [(randn(6, seed=i) > 0, randn(6, seed=i + 9) > 0, randn(6, seed=i + 19) * 9) for i in range(3)]
-    return Export(forward(Logic(), calls), note="bool, int8, uint8")
+    calls = []
+    for i in range(3):
+        a, b, x = randn(6, seed=i) > 0, randn(6, seed=i + 9) > 0, randn(6, seed=i + 19) * 9
+        calls.append((a, b, x, randn(6, seed=i + 29).half(), randn(6, seed=i + 39).bfloat16()))
+    return Export(
+        forward(Logic(), calls), rtol=1e-2, atol=1e-2, note="bool, int8, uint8, float16 and bfloat16 together"
+    )
+
+
+class Constants(torch.nn.Module):
+    """A strided, a scalar, two equal ones and a literal."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("strided", randn(6, 8, seed=2)[::2].t())
+        self.register_buffer("scalar", torch.tensor(1.5))
+        self.register_buffer("twin", torch.arange(9.0) * 0.25)
+        self.register_buffer("other_twin", torch.arange(9.0) * 0.25)
+
+    def forward(self, x):
+        products = (x @ self.strided).sum(-1, keepdim=True) * self.scalar
+        return products + self.twin - self.other_twin * torch.tensor(3.0)
+
+
+@model
+def constants() -> Export:
+    return Export(forward(Constants(), several((4, 8))), {"weights": "beside"}, note="awkward constants")
 
 
 # -------------------- state, methods, splits
@@ -303,6 +356,28 @@ def kv_cache() -> Export:
     calls = [(torch.tensor([i]), *(randn(1, 4, seed=10 * i + k) for k in range(3))) for i in range(8)]
     return Export(
         forward(Cache(), calls), stateful=True, note="state that starts at 0 and at 5, advanced once a call"
+    )
+
+
+class Kept(torch.nn.Module):
+    """State that is written at a position and read as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.register_buffer("keys", torch.zeros(8, 4))
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x, position):
+        self.keys.index_put_((position,), self.linear(x))
+        return self.keys.sum(0, keepdim=True) + x
+
+
+@model
+def kept_state() -> Export:
+    calls = [(randn(1, 4, seed=i), torch.tensor([i])) for i in range(4)]
+    return Export(
+        forward(Kept(), calls), {"delegates": (KeepsState(),)}, stateful=True, note="the island has the state"
     )
 
 
@@ -361,3 +436,52 @@ def split() -> Export:
         delegates=("TestA", "CudaBackend"),
         note="AOTInductor, a Python delegate, AOTInductor; dynamic batch, a constant of both islands",
     )
+
+
+class Chain(torch.nn.Module):
+    """Two delegates that take turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(randn(16, seed=7))
+        self.second = torch.nn.Parameter(randn(16, seed=8))
+
+    def forward(self, x):
+        return torch.sigmoid(torch.relu(x.cos() * self.first).cos() * self.second + 1.0)
+
+
+def chained(**options: Any) -> Export:
+    taken = Claims("TestA", (aten.relu.default, aten.sigmoid.default))
+    return Export(
+        forward(Chain(), several((4, 16))),
+        {"delegates": (taken, Aoti()), **options},
+        delegates=("TestA", "CudaBackend"),
+        note="AOTInductor, a Python delegate, and both again",
+    )
+
+
+@model
+def chain() -> Export:
+    return chained()
+
+
+# -------------------- the same code elsewhere, which is compiled once: last, when it is there
+
+
+@model
+def mlp_host() -> Export:
+    return Export(forward(MLP(), several((4, 16))), {"device": None}, note="mlp in host memory")
+
+
+@model
+def mlp_resident() -> Export:
+    return Export(
+        forward(MLP(), several((4, 16))),
+        {"resident": True, "weights": "beside"},
+        note="inputs and outputs are the caller's device memory; constants in a data file",
+    )
+
+
+@model
+def chain_resident() -> Export:
+    return chained(resident=True)

@@ -5,16 +5,26 @@
     python -m tests.programs.export_aoti PACKAGE… [-- NAME…]
 
 ``PACKAGE`` are the folders that hold the package's Python files and what its build generated: exporting needs no
-run time, so the interpreter that has torch need not have it. Writes what ``export.py`` writes.
+run time, so the interpreter that has torch need not have it. Writes what ``export.py`` writes, and ``torch.pt2``,
+a library of ``add_one`` that calls libtorch, for torch's own runner.
+
+The C++ compiler takes most of the time. What it is given twice it compiles once, and what all wrappers include is
+compiled beforehand; neither changes a byte of what is written.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import fcntl
+import hashlib
 import json
 import logging
 import multiprocessing
+import os
+import shlex
+import shutil
 import sys
+import tempfile
 import time
 import traceback
 import types
@@ -28,6 +38,41 @@ def without_run_time(folders: list[str]) -> None:
     package = types.ModuleType("headrace")
     package.__path__ = folders
     sys.modules["headrace"] = package
+
+
+def compile_once(folder: Path) -> None:
+    """For this process and those forked from it: keep what Inductor compiles in ``folder``: objects, by source and
+    options, and headers beforehand, among them those of every wrapper, which are all of ``wrapper.h``."""
+    from torch._inductor import codecache, cpp_builder
+
+    from . import HERE
+
+    compile_really = cpp_builder.run_compile_cmd
+
+    def run_compile_cmd(command: str, cwd: str) -> None:
+        words = shlex.split(command)
+        sources = [w for w in words if w.endswith(".cpp")]
+        if "-c" not in words or len(sources) != 1:
+            return compile_really(command, cwd)
+        target = words[words.index("-o") + 1]
+        options = [w for w in words if w not in (*sources, target)]
+        # Behind its code Inductor writes how it was compiled, once it was.
+        source = Path(sources[0]).read_bytes().partition(b"// Compile cmd")[0].rstrip()
+        given = json.dumps(options).encode() + b"\n" + source
+        kept = folder / hashlib.sha256(given).hexdigest()
+        with open(kept.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                compile_really(command, cwd)
+                shutil.copyfile(target, kept)
+                return None
+        shutil.copyfile(kept, target)
+        return None
+
+    headers = folder / "headers"
+    cpp_builder.run_compile_cmd = run_compile_cmd
+    codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = str(headers), str(headers / "locks")
+    codecache._get_cpp_wrapper_header = lambda device, aot_mode=False: str(HERE / "wrapper.h")
 
 
 def export(name: str, made: Any, there: Path) -> dict[str, Any]:
@@ -79,6 +124,29 @@ def exported(name: str) -> tuple[dict[str, Any] | None, str]:
     return entry, f"{name:32} {size:8} bytes  {time.perf_counter() - began:5.2f} s"
 
 
+def package_for_torch(path: Path) -> str:
+    """``add_one`` as torch packages it for itself. Runs in a worker; returns what to print."""
+    import torch
+
+    from headrace.export.target import PORTABLE
+
+    from .aoti import MODELS
+
+    began = time.perf_counter()
+    method = MODELS["add_one"]().methods["forward"]
+    torch._inductor.aoti_compile_and_package(
+        torch.export.export(method.module.eval(), method.calls[0]),
+        package_path=str(path),
+        inductor_configs={
+            # Its headers are others; there is one library to compile with them.
+            "aot_inductor.precompile_headers": False,
+            "cpp.march": PORTABLE,
+            "cpp.simdlen": 256,
+        },
+    )
+    return f"{path.name:32} {path.stat().st_size:8} bytes  {time.perf_counter() - began:5.2f} s"
+
+
 def main(arguments: list[str]) -> int:
     if "--" in arguments:
         at = arguments.index("--")
@@ -102,14 +170,20 @@ def main(arguments: list[str]) -> int:
     failed: list[str] = []
     # Forked, so that the exporter is imported once; nothing has used torch's threads yet.
     workers = concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("fork"))
-    with workers:
+    with tempfile.TemporaryDirectory() as compiled, workers:
+        # Apart from the user's own cache, and gone afterwards.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
+        compile_once(Path(compiled))
         names = only or list(MODELS)
+        packaged = None if only else workers.submit(package_for_torch, there / "torch.pt2")
         for name, (entry, said) in zip(names, workers.map(exported, names), strict=True):
             print(said, flush=True, file=sys.stdout if entry else sys.stderr)
             if entry is None:
                 failed.append(name)
             else:
                 index[name] = entry
+        if packaged is not None:
+            print(packaged.result(), flush=True)
     if failed:
         print(f"tests/programs: {len(failed)} not exported: {', '.join(failed)}", file=sys.stderr)
         return 1

@@ -4,7 +4,7 @@
 
     python -m tests.unit.export_child FOLDER PACKAGE…
 
-Prints a JSON object: for each case "" or what went wrong. Compiles nothing but ``constants_are_the_models``.
+Prints a JSON object: for each case "" or what went wrong. Compiles no model; AOTI of tests.programs is exported before.
 """
 
 from __future__ import annotations
@@ -365,36 +365,27 @@ def unknown_symbols_are_found(folder: Path) -> None:
             _check_symbols("forward", data)
 
 
+def exported_constants() -> tuple[Path, Path]:
+    from tests.programs import AOTI
+
+    return AOTI.folder() / "constants.pte", AOTI.folder() / "constants.ptd"
+
+
 @case
 def constants_are_the_models(folder: Path) -> None:
     """A strided, a tied, a scalar and a literal constant: what the file holds under each name is the model's."""
     import torch
 
     from headrace import pte
-    from headrace.export import export, payload
+    from headrace.export import payload
+    from tests.programs.aoti import Constants
 
-    torch.manual_seed(2)
-    buffers = {
-        "strided": torch.randn(6, 8)[::2].t(),
-        "scalar": torch.tensor(1.5),
-        "twin": torch.arange(9.0) * 0.25,
-        "other_twin": torch.arange(9.0) * 0.25,
-    }
-
-    def forward(self: Any, x: Any) -> Any:
-        return (
-            (x @ self.strided).sum(-1, keepdim=True) * self.scalar
-            + self.twin
-            - self.other_twin * torch.tensor(3.0)
-        )
-
-    model = module(forward, **buffers)
-    exported = export(model, (torch.randn(4, 8),), path=folder / "constants.pte", weights="beside")
-    (data,) = exported.data
+    buffers = dict(Constants().named_buffers())
+    path, data = exported_constants()
     raw, table = data.read_bytes(), pte.read_data(data)
-    (island,) = exported.file["forward"].islands
+    (island,) = pte.read(path)["forward"].islands
     start = island.payload_offset
-    said = payload.decode(exported.path.read_bytes()[start : start + island.payload_nbytes])
+    said = payload.decode(path.read_bytes()[start : start + island.payload_nbytes])
     found = {}
     for constant in said.constants:
         entry = table[constant.storage_key]
@@ -412,11 +403,11 @@ def constants_are_the_models(folder: Path) -> None:
 
 @case
 def files_that_miss_what_they_name_are_found(folder: Path) -> None:
-    """On what the case before wrote: a byte changed in each kind of named data, and a data file left out."""
+    """A byte changed in each kind of named data, and a data file left out."""
     from headrace import pte
     from headrace.export import program
 
-    path, data = folder / "constants.pte", folder / "constants.ptd"
+    path, data = exported_constants()
     good = {path: path.read_bytes(), data: data.read_bytes()}
     program._check("constants.pte", good)
     entry = pte.read_data(data).entries[0]

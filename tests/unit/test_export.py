@@ -31,6 +31,7 @@ CASES = re.findall(
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each case of export_child.py said, in one process with torch."""
+    programs.AOTI.ensure()
     folder = tmp_path_factory.mktemp("export")
     command = [programs.export_python(), "-m", "tests.unit.export_child", str(folder)]
     done = subprocess.run(

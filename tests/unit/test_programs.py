@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,36 @@ def test_payload_refuses_what_numpy_would_not_compute() -> None:
     assert y.dtype == np.float32
     with pytest.raises(ValueError, match="expected 1 inputs, got 2"):
         graph.compile(payload)([y, y])
+
+
+def test_processes_that_ask_at_once_export_once(tmp_path: Path) -> None:
+    """Tests in several processes: the first exports, the others wait for it and find its result."""
+    said = tmp_path / "said"
+    code = f"""
+import sys
+from pathlib import Path
+from tests.programs import Collection
+
+class Once(Collection):
+    def folder(self):
+        return Path({str(tmp_path / "there")!r})
+
+once = Once("tests.unit.once", (), lambda: [str(once.folder()), {str(said)!r}])
+print((once.ensure() / "index.json").read_text())
+"""
+    environment = {**os.environ, "HEADRACE_EXPORT_PYTHON": sys.executable}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=programs.ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    assert [(child.communicate(timeout=60)[0], child.returncode) for child in children] == [("{}\n", 0)] * 3
+    assert said.read_text() == "exported\n"
 
 
 @pytest.mark.skipif(

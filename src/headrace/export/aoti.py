@@ -188,7 +188,9 @@ def _inputs(method: str, program: ExportedProgram) -> list[torch.Tensor]:
 
 
 def _shapes(method: str, program: ExportedProgram, inputs: list[torch.Tensor]) -> dict[str, Any]:
-    results = list(program.graph.output_node().args[0])
+    # What is written to state that a partitioner left in the island is no result of it.
+    written = program.graph_signature.buffers_to_mutate
+    results = [n for n in program.graph.output_node().args[0] if n.name not in written]
     for node in results:
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise ExportError(

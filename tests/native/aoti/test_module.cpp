@@ -2,7 +2,7 @@
 // library is linked, or was opened.
 //
 //     module host PROGRAM
-//     module sim|memory PROGRAM DATA INPUT OUTPUT      (float32[8, 64] and float32[8, 32], raw)
+//     module sim|memory PROGRAM DATA INPUT OUTPUT      (float32[4, 16] and float32[4, 8], raw)
 #include <dlfcn.h>
 #include <executorch/extension/module/module.h>
 
@@ -82,7 +82,7 @@ static void host(const char* path) {
 static void simulated(char** argv, bool wrong) {
   auto sim = headrace::make_sim_device({.schedule = headrace::SimOptions::Schedule::kLate});
   std::vector<float> x = numbers(argv[4]), want = numbers(argv[5]);
-  CHECK(x.size() == 8 * 64 && want.size() == 8 * 32);
+  CHECK(x.size() == 4 * 16 && want.size() == 4 * 8);
   headrace::CallContext context;
   headrace::DeviceGuard guard(sim, headrace::kPerThreadStream, &context);
   Module module(argv[2], argv[3]);
@@ -90,7 +90,7 @@ static void simulated(char** argv, bool wrong) {
   CHECK(a.ok() && b.ok());
   CHECK(sim->copy(*a, x.data(), x.size() * 4, guard.stream()).ok());
   // What the engine takes for device memory because it is told so.
-  Array in({8, 64}, wrong ? static_cast<void*>(x.data()) : *a, true), out({8, 32}, *b, true);
+  Array in({4, 16}, wrong ? static_cast<void*>(x.data()) : *a, true), out({4, 8}, *b, true);
   CHECK(module.load_method("forward") == et::Error::Ok);
   CHECK(module.set_output("forward", out.value(), 0) == et::Error::Ok);
   auto result = module.forward(in.value());

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import aoti, programs
+from tests import programs
 from tests.native import compiler
+from tests.programs import AOTI
 
 LIBRARIES = Path(sys.modules["headrace._core"].__file__ or "").parent / "lib"
 
@@ -48,14 +49,14 @@ def run(binary: tuple[Path, dict[str, str]], *arguments: object) -> str:
 
 def test_a_program_on_the_host(binary: tuple[Path, dict[str, str]]) -> None:
     """DE1, PK4: with no device bound; the delegate registers once, whether linked or opened."""
-    run(binary, "host", aoti.load("add_one").path)
+    run(binary, "host", AOTI.load("add_one").path)
 
 
 @pytest.mark.parametrize("scenario", ["sim", "memory"])
 def test_memory_of_a_device(scenario: str, binary: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     """DE1: enqueued on the guard's stream. DM2: host memory that the engine was told is a device's is refused by name,
     and not touched."""
-    program = aoti.load("mlp_resident")
+    program = AOTI.load("mlp_resident")
     for name, value in (("in", program.calls[0].inputs[0]), ("out", program.calls[0].outputs[0])):
         (tmp_path / name).write_bytes(value.data.tobytes())
     out = run(binary, scenario, program.path, program.data[0], tmp_path / "in", tmp_path / "out")
