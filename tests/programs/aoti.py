@@ -287,16 +287,8 @@ def dynamic_sizes() -> Export:
 
 class Logic(torch.nn.Module):
     def forward(self, a, b, x, h, m):
-        narrow = x.to(torch.int8), a.to(torch.uint8), m * 2 - h.to(torch.bfloat16)
-        return (
-            a & b,
-            ~a,
-            torch.where(a, x, -x),
-            (x > 0) ^ b,
-            a.any(),
-            *narrow,
-            torch.where(b, h.float(), m.float()),
-        )
+        logic = a & b, ~a, torch.where(a, x, -x), (x > 0) ^ b, a.any(), x.to(torch.int8), a.to(torch.uint8)
+        return *logic, m * 2 - h.to(torch.bfloat16), torch.where(b, h.float(), m.float())
 
 
 @model
