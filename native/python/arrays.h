@@ -32,8 +32,8 @@ struct Buffer {
   Lease borrowed = {};  // of a graph's output
 };
 
-// Raises InputError where the memory was lent for a call that has ended, or is a graph's output that a replay has
-// written over.
+// Raises InputError where the memory was lent for a call that has ended, or is a graph's output that a replay
+// has written over.
 void check_lease(const Buffer& buffer, const std::string& where);
 
 // For whom an array is read or written: work that is enqueued on `stream` of `device` from now on. Memory of

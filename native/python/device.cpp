@@ -607,14 +607,14 @@ void bind_objects(nb::module_& m) {
            "one "
            "operation on this stream, called `name`. Does not wait. Raises InputError for what is no Buffer.")
       // For tests of what happens inside a capture that headrace did not begin.
-      .def("_begin_capture",
-           [](const PyStream& self, int mode) {
-             StreamHandle handle = usable(self);
-             check(unlocked([&] {
-               return self.device->device->begin_capture(handle, static_cast<CaptureMode>(mode));
-             }));
-           },
-           nb::arg("mode") = static_cast<int>(CaptureMode::kThreadLocal))
+      .def(
+          "_begin_capture",
+          [](const PyStream& self, int mode) {
+            StreamHandle handle = usable(self);
+            check(unlocked(
+                [&] { return self.device->device->begin_capture(handle, static_cast<CaptureMode>(mode)); }));
+          },
+          nb::arg("mode") = static_cast<int>(CaptureMode::kThreadLocal))
       .def("_capture_status",
            [](const PyStream& self) {
              return static_cast<int>(unwrap(self.device->device->capture_status(usable(self))));
