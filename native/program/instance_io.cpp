@@ -32,7 +32,8 @@ Status Instance::dense_on_host(size_t i, const TensorView& view, Call& call, voi
     slot.scratch.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (nbytes + 63) / 64 * 64)));
     slot.scratch_capacity = slot.scratch ? nbytes : 0;
     if (!slot.scratch)
-      return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ", input " + std::to_string(i) + ": expected " + std::to_string(nbytes) +
+      return Status(ErrorCode::kOutOfDeviceMemory,
+                    plan_.name + ", input " + std::to_string(i) + ": expected " + std::to_string(nbytes) +
                         " bytes of host memory to rewrite its layout in, got none; free memory");
   }
   repack(view, slot.dim_order.data(), slot.scratch.get());
@@ -62,7 +63,8 @@ Status Instance::stage_out(size_t i, const Value& value, Call& call, void*& data
     slot.scratch.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (nbytes + 63) / 64 * 64)));
     slot.scratch_capacity = slot.scratch ? nbytes : 0;
     if (!slot.scratch)
-      return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ", input " + std::to_string(i) + ": expected " + std::to_string(nbytes) +
+      return Status(ErrorCode::kOutOfDeviceMemory,
+                    plan_.name + ", input " + std::to_string(i) + ": expected " + std::to_string(nbytes) +
                         " bytes of host memory to copy it to, got none; free memory");
   }
   data = slot.scratch.get();

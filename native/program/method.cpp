@@ -194,8 +194,8 @@ Result<Settled> MethodPool::settle(const CallOptions& options) const {
     device = options.stream_device;
   } else if (device_->backend() != Backend::kCpu) {
     headrace_selection selected = headrace_get_selection();
-    // A program without device memory has no use for another device's stream, and is no reason to refuse one. On
-    // its own device's it reads what is in order there.
+    // A program without device memory has no use for another device's stream, and is no reason to refuse one.
+    // On its own device's it reads what is in order there.
     if (selected.selected && (uses_device_ || selected.device == device_->id())) {
       settled = {reinterpret_cast<StreamHandle>(selected.stream), true};
       device = selected.device;
@@ -306,7 +306,8 @@ Status MethodPool::check_close() const {
   }
   std::lock_guard lock(mutex_);
   if (std::find(busy_.begin(), busy_.end(), std::this_thread::get_id()) == busy_.end()) return {};
-  return Status(ErrorCode::kInput, name_ + ": expected close() from outside, got it from inside a running call");
+  return Status(ErrorCode::kInput,
+                name_ + ": expected close() from outside, got it from inside a running call");
 }
 
 Status MethodPool::close() {

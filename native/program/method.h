@@ -47,8 +47,8 @@ class MethodPool : public std::enable_shared_from_this<MethodPool> {
              std::vector<Value>& outputs);
   Result<std::shared_ptr<GraphSet>> capture(std::span<const Value> inputs, const CaptureOptions& options,
                                             std::vector<Value>& outputs);
-  // Waits for running calls. What check_close() refuses is refused; any other failure is of work that was waited
-  // for, and the method is closed.
+  // Waits for running calls. What check_close() refuses is refused; any other failure is of work that was
+  // waited for, and the method is closed.
   Status close();
   // kInput: from inside a call of this method; kDevice: from inside a host function.
   Status check_close() const;

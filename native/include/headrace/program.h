@@ -237,9 +237,9 @@ class HEADRACE_API Program {
   // Null when there is no method of that name, or the program was closed.
   std::shared_ptr<Method> method(const std::string& name) const;
   std::vector<MemoryUse> memory() const;
-  // Waits for running calls, then gives everything back. Later calls of its methods are kProgram. What failed in
-  // work that nobody waited for is returned, and everything is closed.
-  // kInput: from inside a running call; kDevice: from inside a host function. Then nothing is closed.
+  // Waits for running calls, then gives everything back. Later calls of its methods are kProgram. What failed
+  // in work that nobody waited for is returned, and everything is closed. kInput: from inside a running call;
+  // kDevice: from inside a host function. Then nothing is closed.
   Status close();
 
  private:
