@@ -11,6 +11,7 @@
 #include "cuda/island.h"
 #include "cuda/options.h"
 #include "device/record.h"
+#include "headrace/capture.h"
 #include "headrace/program.h"
 #include "program/allocator.h"
 #include "program/islands.h"
@@ -89,6 +90,21 @@ Output output_of(const Tensor& t) {
   return out;
 }
 
+// On a simulated device the island is host work in stream order, and is recorded as that.
+class Part final : public IslandCapture {
+ public:
+  explicit Part(LoadedRef loaded) : loaded_(std::move(loaded)) {}
+  std::string refusal() override { return {}; }
+  std::vector<Access> state() override {
+    std::vector<Access> out;
+    for (const auto& state : loaded_->island->state()) out.push_back({state->data(), state->nbytes(), true});
+    return out;
+  }
+
+ private:
+  LoadedRef loaded_;
+};
+
 class CudaBackend final : public et::BackendInterface {
  public:
   bool is_available() const override { return true; }
@@ -102,6 +118,7 @@ class CudaBackend final : public et::BackendInterface {
     if (Status status = load(*loaded, plan, context, *payload, specs); !status.ok()) {
       return tell(failure(*loaded, status), et::Error::DelegateInvalidCompatibility);
     }
+    (void)take_part(kName, payload->data(), std::make_shared<Part>(loaded));
     payload->Free();
     return reinterpret_cast<et::DelegateHandle*>(new LoadedRef(std::move(loaded)));
   }

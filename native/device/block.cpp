@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <optional>
 #include <utility>
 
 namespace headrace {
@@ -21,15 +22,29 @@ PutOff& put_off_work() {
 
 }  // namespace
 
+thread_local int put_off_scopes = 0;
+
+PutOffScope::PutOffScope() { ++put_off_scopes; }
+PutOffScope::~PutOffScope() { --put_off_scopes; }
+bool PutOffScope::active() { return put_off_scopes != 0; }
+
+RelaxedScope::RelaxedScope(Device& device)
+    : device_(device.backend() == Backend::kCpu || in_host_function() ? nullptr : &device) {
+  if (device_ != nullptr) former_ = device_->exchange_capture_mode(CaptureMode::kRelaxed);
+}
+RelaxedScope::~RelaxedScope() {
+  if (device_ != nullptr) (void)device_->exchange_capture_mode(former_);
+}
+
 void put_off(std::function<void()> work) {
-  if (!in_host_function()) return work();
+  if (!in_host_function() && !PutOffScope::active()) return work();
   std::lock_guard lock(put_off_work().mutex);
   put_off_work().work.push_back(std::move(work));
   put_off_work().any = true;
 }
 
 void run_put_off() {
-  if (!put_off_work().any || in_host_function()) return;
+  if (!put_off_work().any || in_host_function() || PutOffScope::active()) return;
   std::vector<std::function<void()>> work;
   {
     std::lock_guard lock(put_off_work().mutex);
@@ -57,6 +72,7 @@ Block::~Block() {
   }
   // On the freeing thread's own stream, behind everything that used the memory: the streams that did may be
   // gone. A failure has nobody to be told to; the device keeps the memory then.
+  RelaxedScope relaxed(*device_);
   Status ordered = order(kPerThreadStream, true);
   if (!ordered.ok()) ordered = drain(*device_, kPerThreadStream);
   if (!ordered.ok()) ordered = device_->synchronize();
@@ -71,8 +87,8 @@ void Block::used(EventRef event, bool write) {
     writer_ = std::move(event);
     readers_.clear();  // the writer was ordered behind them
   } else if (std::find(readers_.begin(), readers_.end(), event) == readers_.end()) {
-    // Many readers of one block: keep only those that may still run.
-    if (readers_.size() >= 8) {
+    // Many readers of one block: keep only those that may still run. A thread that captures may not ask.
+    if (readers_.size() >= 8 && !PutOffScope::active()) {
       std::erase_if(readers_, [&](const EventRef& e) {
         auto done = device_->query(*e);
         return done.ok() && *done;
@@ -97,6 +113,14 @@ void Block::lost(const Status& status) {
 
 Status Block::order(StreamHandle stream, bool write) {
   if (device_ == nullptr) return {};
+  if (PutOffScope::active()) {
+    // An event from outside would break the capture (CAPTURE_ISOLATION); the host may wait for it.
+    RelaxedScope relaxed(*device_);
+    for (const EventRef& event : events(write)) {
+      if (Status status = device_->synchronize(*event); !status.ok()) return status;
+    }
+    return {};
+  }
   for (const EventRef& event : events(write)) {
     if (Status status = device_->wait(stream, *event); !status.ok()) return status;
   }
@@ -115,6 +139,29 @@ Status Block::wait(bool write) {
   return {};
 }
 
+namespace {
+
+// Frees happen on the per-thread stream; while that one captures, the caller's doing, they wait.
+bool captures(Device& device) {
+  auto status = device.capture_status(kPerThreadStream);
+  return status.ok() && *status != CaptureStatus::kNone;
+}
+
+}  // namespace
+
+void Ring::release(Block* block) {
+  put_off([block] {
+    if (block->device_ != nullptr && block->device_->backend() != Backend::kCpu &&
+        captures(*block->device_)) {
+      std::lock_guard lock(put_off_work().mutex);
+      put_off_work().work.push_back([block] { release(block); });
+      put_off_work().any = true;
+      return;
+    }
+    delete block;
+  });
+}
+
 Ring::~Ring() { trim(); }
 
 void Ring::trim() {
@@ -124,7 +171,7 @@ void Ring::trim() {
     doomed.swap(waiting_);
     for (Block* block : doomed) nbytes_ -= block->capacity_;
   }
-  for (Block* block : doomed) put_off([block] { delete block; });
+  for (Block* block : doomed) release(block);
 }
 
 void Ring::close() {
@@ -159,6 +206,9 @@ Result<BlockRef> Ring::take(size_t nbytes, StreamHandle stream) {
   } else {
     void* data = nullptr;
     if (device_ != nullptr) {
+      // Not in a capture of ours, which has to find everything there.
+      std::optional<RelaxedScope> relaxed;
+      if (!PutOffScope::active()) relaxed.emplace(*device_);
       auto allocated = device_->allocate(capacity, stream);
       if (!allocated.ok()) return allocated.status();
       data = *allocated;
@@ -184,7 +234,7 @@ void Ring::give(Block* block) {
     }
     nbytes_ -= block->capacity_;
   }
-  put_off([block] { delete block; });
+  release(block);
 }
 
 size_t Ring::nbytes() const {

@@ -538,6 +538,25 @@ Status CudaDevice::check_foreign(const char* operation, StreamHandle stream) con
                  "make the stream in the primary context, as the CUDA runtime, CuPy and PyTorch do");
 }
 
+Result<PartitionRef> CudaDevice::do_partition_of(StreamHandle stream) const {
+  if (stream == kLegacyStream || stream == kPerThreadStream) return PartitionRef();
+  {
+    std::shared_lock lock(streams_mutex_);
+    if (auto found = streams_.find(stream); found != streams_.end())
+      return PartitionRef(found->second.partition);
+  }
+  if (!driver_.StreamGetCtxBoth) return PartitionRef();  // an older driver does not tell
+  HEADRACE_CURRENT("partition_of");
+  cu::Context context = nullptr;
+  cu::GreenContext green = nullptr;
+  HEADRACE_DRIVER("partition_of", StreamGetCtxBoth(raw(stream), &context, &green));
+  if (green == nullptr) return PartitionRef();
+  return refusal(ErrorCode::kNotSupported, name(), "partition_of",
+                 "a stream of a headrace.Partition, or of none",
+                 "stream " + hex(stream) + " of a green context made by others",
+                 "make the lane by Device.partition(), and the stream in it");
+}
+
 std::shared_ptr<CudaPartition> CudaDevice::partition_of(StreamHandle stream) const {
   std::shared_lock lock(streams_mutex_);
   auto found = streams_.find(stream);

@@ -135,6 +135,11 @@ Status Device::check_stream(StreamHandle stream) const {
   return do_check_stream(normal(stream));
 }
 
+Result<PartitionRef> Device::partition_of(StreamHandle stream) const {
+  HEADRACE_OUTSIDE("partition_of");
+  return do_partition_of(normal(stream));
+}
+
 namespace {
 
 WaitHooks wait_hooks;

@@ -249,6 +249,12 @@ Status Sim::do_check_stream(StreamHandle handle) const {
   return streams_.check("check_stream", handle);
 }
 
+Result<PartitionRef> Sim::do_partition_of(StreamHandle handle) const {
+  std::lock_guard lock(mutex_);
+  if (Status status = streams_.check("partition_of", handle); !status.ok()) return status;
+  return streams_.partition(handle);
+}
+
 Status Sim::do_synchronize(StreamHandle handle) {
   Guard guard(mutex_);
   if (Status status = begin("synchronize_stream"); !status.ok()) return status;

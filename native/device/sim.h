@@ -42,6 +42,7 @@ class Sim final : public SimDevice {
   Result<StreamHandle> do_create_stream(const StreamOptions& options) override;
   Status do_destroy_stream(StreamHandle stream) override;
   Status do_check_stream(StreamHandle stream) const override;
+  Result<PartitionRef> do_partition_of(StreamHandle stream) const override;
   Status do_synchronize(StreamHandle stream) override;
   Status do_synchronize() override;
   Result<bool> do_query(StreamHandle stream) override;

@@ -40,6 +40,11 @@ Result<Stream*> Streams::find(const char* operation, StreamHandle handle, uint64
   return (per_thread_[thread] = std::move(made)).get();
 }
 
+PartitionRef Streams::partition(StreamHandle handle) const {
+  auto found = streams_.find(handle);
+  return found == streams_.end() ? nullptr : found->second->partition;
+}
+
 void Streams::destroy(Stream* stream) {
   if (stream->blocking && stream->last && !stream->last->settled()) orphans_.push_back(stream->last);
   streams_.erase(stream->handle);

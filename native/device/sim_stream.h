@@ -36,6 +36,7 @@ class Streams {
   // The stream of a handle, for the thread of that number.
   Result<Stream*> find(const char* operation, StreamHandle handle, uint64_t thread);
   Status check(const char* operation, StreamHandle handle) const;
+  PartitionRef partition(StreamHandle handle) const;  // null for special handles
   // Its work goes on.
   void destroy(Stream* stream);
 

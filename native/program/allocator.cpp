@@ -40,6 +40,10 @@ class Allocator final : public et::DeviceAllocator {
     auto bound = resolve(to, index);
     if (!bound.ok()) return failed(bound.status(), et::Error::NotFound);
     auto& [device, stream, call] = *bound;
+    if (call != nullptr && call->staging != nullptr) {
+      Status status = call->staging->to_device(to, from, nbytes, stream);
+      return status.ok() ? et::Error::Ok : failed(status);
+    }
     if (Status status = device->copy(to, from, nbytes, stream); !status.ok()) return failed(status);
     if (call == nullptr) return finish(*device, stream);
     (holds(call->host_inputs, from) ? call->staged_in : call->host_reads) = true;
@@ -51,6 +55,10 @@ class Allocator final : public et::DeviceAllocator {
     auto bound = resolve(from, index);
     if (!bound.ok()) return failed(bound.status(), et::Error::NotFound);
     auto& [device, stream, call] = *bound;
+    if (call != nullptr && call->staging != nullptr) {
+      Status status = call->staging->to_host(to, from, nbytes, stream);
+      return status.ok() ? et::Error::Ok : failed(status);
+    }
     if (Status status = device->copy(to, from, nbytes, stream); !status.ok()) return failed(status);
     // An output is waited for once, at the end of the call. Anything else is read by the host next.
     if (call != nullptr && holds(call->host_outputs, to)) {

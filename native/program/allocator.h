@@ -9,14 +9,24 @@
 
 namespace headrace {
 
+// Where copies between the host and the device go while a method is walked for a graph, which has memory of
+// its own on the device for everything that comes in and goes out.
+class GraphStaging {
+ public:
+  virtual ~GraphStaging() = default;
+  virtual Status to_device(void* to, const void* from, size_t nbytes, StreamHandle stream) = 0;
+  virtual Status to_host(void* to, const void* from, size_t nbytes, StreamHandle stream) = 0;
+};
+
 // What one execute tells the allocator and the delegates, and what they tell it back.
 struct CallContext {
   std::vector<const void*> host_inputs;   // memory of inputs that lie on the host
   std::vector<const void*> host_outputs;  // memory of outputs on the host that no later instruction reads
   bool staged_in = false;                 // an input went from the host to the device
   bool staged_out = false;                // an output comes from the device to the host
-  bool host_reads = false;  // device work reads planned host memory, and may still run afterwards
-  Status failure;           // why a copy or a delegate failed, in full
+  bool host_reads = false;          // device work reads planned host memory, and may still run afterwards
+  GraphStaging* staging = nullptr;  // of a walk for a graph
+  Status failure;                   // why a copy or a delegate failed, in full
 };
 
 // Registers the allocator with the engine. kEngine: somebody else's is there.

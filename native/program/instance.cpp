@@ -9,6 +9,7 @@
 #include "program/engine.h"
 #include "program/exit.h"
 #include "program/instance_record.h"
+#include "program/instance_scope.h"
 #include "program/log.h"
 #include "program/text.h"
 #include "program/xnnpack.h"
@@ -21,32 +22,38 @@ namespace {
 
 std::atomic<uint64_t> next_instance{1};
 
-// The stream of a call in ExecuTorch's own caller-stream libraries, for delegates that read those (CS3).
-class Mirror {
- public:
-  Mirror() = default;
-  ~Mirror() { headrace_mirror_end(&mirror_); }
-  Mirror(const Mirror&) = delete;
-  Mirror& operator=(const Mirror&) = delete;
-
-  Status begin(const Device& device, StreamHandle stream) {
-    const headrace_selection selection{reinterpret_cast<cudaStream_t>(stream), device.id(), 1};
-    if (headrace_mirror_begin(&mirror_, selection) >= 0) return {};
-    std::array<char, 4096> file{};
-    (void)headrace_find_unmirrored(file.data(), file.size());
-    return Status(
-        ErrorCode::kEngine,
-        std::string(file.data()) +
-            ": expected ExecuTorch's caller stream as its releases 1.4 and 1.5 have it, got one "
-            "in which no stream can be selected from outside; delegates that read it would run elsewhere: "
-            "remove that library, or use its version for executorch 1.5.1");
-  }
-
- private:
-  headrace_mirror mirror_{};
-};
-
 }  // namespace
+
+Mirror::~Mirror() { headrace_mirror_end(&mirror_); }
+
+Status Mirror::begin(const Device& device, StreamHandle stream) {
+  const headrace_selection selection{reinterpret_cast<cudaStream_t>(stream), device.id(), 1};
+  if (headrace_mirror_begin(&mirror_, selection) >= 0) return {};
+  std::array<char, 4096> file{};
+  (void)headrace_find_unmirrored(file.data(), file.size());
+  return Status(
+      ErrorCode::kEngine,
+      std::string(file.data()) +
+          ": expected ExecuTorch's caller stream as its releases 1.4 and 1.5 have it, got one "
+          "in which no stream can be selected from outside; delegates that read it would run elsewhere: "
+          "remove that library, or use its version for executorch 1.5.1");
+}
+
+Instance::Scope::Scope(Instance& self, StreamHandle stream, CallContext& context, bool ordered, bool named)
+    : self_(self), stream_(stream), ordered_(ordered), named_(named), guard_(self.device_, stream, &context) {
+  if (named) selection_.emplace(reinterpret_cast<cudaStream_t>(stream), self.device_->id());
+}
+
+Status Instance::Scope::begin() {
+  if (named_ && self_.device_->backend() == Backend::kCuda) {
+    if (Status status = mirror_.begin(*self_.device_, stream_); !status.ok()) return status;
+  }
+  if (record::recording()) {
+    recorded_.emplace(ordered_ ? *self_.device_ : *cpu_device(), stream_, self_.plan_.name, self_.number_);
+    if (!recorded_->named()) recorded_->name_values(self_.value_labels());
+  }
+  return {};
+}
 
 Status also(Status status, const Status& other) {
   if (!other.ok() && other.message() != status.message()) status.log.push_back("also: " + other.message());
@@ -203,7 +210,8 @@ Status Instance::load_method() {
   }
   LogScope log(LogScope::kThrow);
   std::vector<IslandPlan> islands = islands_of(plan_);
-  LoadScope loading(plan_, islands, {&core_.delegate_state, &delegate_state_});
+  ++loads_;
+  LoadScope loading(plan_, islands, {&core_.delegate_state, &delegate_state_}, parts_);
   CallContext context;
   DeviceGuard guard(device_, kPerThreadStream, &context);
   (void)core_.data_map.take_missing();
@@ -237,6 +245,10 @@ Status Instance::load_method() {
 // Loads the engine's method again over the same memory, so that what the program keeps between calls stays as
 // the torn call left it.
 Status Instance::mend() try {
+  // A replay may still run what belongs to the delegates that go.
+  if (last_) {
+    if (Status status = device_->synchronize(*last_); !status.ok()) return status;
+  }
   std::vector<std::vector<uint8_t>> kept;
   for (size_t b = 0; b < spans_.size(); ++b) {
     bool host = device_->backend() == Backend::kCpu || span_devices_[b].is_cpu();
@@ -296,12 +308,17 @@ Status Instance::execute(const Settled& settled) {
 }
 #pragma GCC diagnostic pop
 
-// Calls of one instance run in order, whatever streams and threads they come from.
-Status Instance::begin(Call& call) {
+void Instance::reap() {
   std::erase_if(kept_, [&](const auto& item) {
     auto done = device_->query(*item.first);
     return done.ok() && *done;
   });
+}
+
+// Calls of one instance run in order, whatever streams and threads they come from.
+Status Instance::begin(Call& call) {
+  shared_.retired.reap(*device_);
+  reap();
   if (!last_) return {};
   if (!host_reads_) return device_->wait(call.settled.stream, *last_);
   Status status = device_->synchronize(*last_);
@@ -344,21 +361,8 @@ Status Instance::run(std::span<const Value> inputs, std::span<const Value> out, 
   Call call{inputs, out, settled, strict, stats, {}, {}, {}, {}};
   // On the cpu device everything is done when a function returns.
   bool ordered = uses_device_ && device_->backend() != Backend::kCpu;
-  std::optional<DeviceGuard> guard;
-  guard.emplace(device_, settled.stream, &call.context);
-  std::optional<CallerStreamGuard> selection;
-  // Delegates of others read the thread's selection: for the length of the call it is the stream of the call.
-  bool named = ordered || settled.chosen;
-  if (named) selection.emplace(reinterpret_cast<cudaStream_t>(settled.stream), device_->id());
-  Mirror mirror;
-  if (named && device_->backend() == Backend::kCuda) {
-    if (Status status = mirror.begin(*device_, settled.stream); !status.ok()) return status;
-  }
-  std::optional<record::CallScope> recorded;
-  if (record::recording()) {
-    recorded.emplace(ordered ? *device_ : *cpu_device(), settled.stream, plan_.name, number_);
-    if (!recorded->named()) recorded->name_values(value_labels());
-  }
+  Scope bound(*this, settled.stream, call.context, ordered, ordered || settled.chosen);
+  if (Status status = bound.begin(); !status.ok()) return status;
   auto given = [&](size_t i) -> const Value* {
     return out.empty() || out[i].kind == Value::Kind::kNone ? nullptr : &out[i];
   };

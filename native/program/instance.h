@@ -18,6 +18,7 @@
 #include "headrace/program.h"
 #include "program/allocator.h"
 #include "program/data_map.h"
+#include "program/graph.h"
 #include "program/islands.h"
 #include "program/pages.h"
 #include "program/plan.h"
@@ -47,12 +48,6 @@ class ProgramCore {
 // `status`, and what else failed while it was cleaned up after.
 Status also(Status status, const Status& other);
 
-// Where a call runs, settled once and used for every copy, launch, wait and event of it.
-struct Settled {
-  StreamHandle stream = kPerThreadStream;
-  bool chosen = false;  // by the caller, by argument or selection: only then may the call return early
-};
-
 // What the calls of one method share beside its instances.
 struct Shared {
   explicit Shared(const DeviceRef& device) : host(std::make_shared<Ring>(nullptr)) {
@@ -63,6 +58,7 @@ struct Shared {
   std::shared_ptr<Ring> host, on_device;  // outputs and staging
   std::shared_ptr<Ring> planned;          // planned buffers on the device
   EventPool events;
+  Retired retired;  // what launches of graphs still use
 };
 
 // One copy of a method's memory and of its delegates' state. One call at a time.
@@ -78,6 +74,21 @@ class Instance {
   Status run(std::span<const Value> inputs, std::span<const Value> out, const Settled& settled, bool strict,
              std::vector<Value>& outputs, CallStats& stats);
   const std::vector<BufferPlan>& buffers() const { return plan_.buffers; }
+
+  // ---- graphs (instance_graph.cpp)
+  // Why the method cannot be captured; asks the plan and every delegate, and does nothing else (GR7).
+  Status check_capturable();
+  // What a graph captured now would bake in of this instance, beside shapes and partition.
+  void baked(GraphKey& key);
+  // Waits for what came before in this instance and on the stream, whose failures are told as they are.
+  Status settle_before(const Settled& settled);
+  // After settle_before(). Runs the method once on `inputs` and captures it: the outputs are those of that
+  // one step, and the state of the delegates has advanced by one step. On failure it is what it was, and
+  // nothing is kept.
+  Status capture(std::span<const Value> inputs, std::span<const Value> out, const Replay& how,
+                 CapturedGraph& graph, std::vector<Value>& outputs, CallStats& stats);
+  Status replay(std::span<const Value> inputs, std::span<const Value> out, const Replay& how,
+                CapturedGraph& graph, std::vector<Value>& outputs, CallStats& stats);
 
  private:
   struct Free {
@@ -114,6 +125,24 @@ class Instance {
   Status bind_output(size_t i, const Value* given, Call& call, Value& out);
   Status collect_output(size_t i, const Value* given, Call& call, Value& out);
   Status execute(const Settled& settled);
+  // What surrounds a run of the engine: the thread's bindings to device and stream (instance_scope.h).
+  class Scope;
+  class Capturing;  // the steps of one capture (instance_graph.cpp)
+  // One walk over a graph's memory: `stage` says what for.
+  Status walk(GraphMemory& memory, const Settled& settled, CaptureStage stage, WalkNotes& notes);
+  Status note_outputs(GraphMemory& memory, const Settled& settled);
+  Status prepare(std::span<const Value> inputs, StreamHandle stream, CapturedGraph& graph);
+  Status fill(GraphMemory& memory, std::span<const Value> inputs, Call& call);
+  Status check_targets(const GraphMemory& memory, std::span<const Value> out) const;
+  Status take_memory(CapturedGraph& graph, Call& call);
+  Status deliver(CapturedGraph& graph, std::span<const Value> out, bool borrow, Call& call,
+                 std::vector<Value>& outputs);
+  // Lets go of foreign memory whose work is done.
+  void reap();
+  // Whether an input may be read from where it lies; nothing is read.
+  Status check_source(size_t i, const Value& value) const;
+  // Kind, shape and dtype of the engine's output, or the number; returns where it lies.
+  const void* describe_output(size_t i, Value& out) const;
   // instance_record.h: the same, instruction by instruction, for whoever records.
   class Walk;
   std::vector<std::string> value_labels() const;
@@ -144,6 +173,9 @@ class Instance {
   std::vector<char> output_is_final_;   // no instruction reads the output after the one that makes it
   std::vector<char> input_is_written_;  // by the program itself: never the caller's memory
   bool torn_ = false;  // a call ended in the middle of a loop, whose counters are now anything
+  std::vector<std::shared_ptr<IslandCapture>>
+      parts_;           // of the method's delegates, as they take part in graphs
+  uint64_t loads_ = 0;  // of the engine's method: each makes new delegates
 
   const uint64_t number_;            // unique in the process, for records
   std::vector<IslandPlan> islands_;  // once a call was recorded

@@ -32,7 +32,8 @@ Status Instance::dense_on_host(size_t i, const TensorView& view, Call& call, voi
     slot.scratch.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (nbytes + 63) / 64 * 64)));
     slot.scratch_capacity = slot.scratch ? nbytes : 0;
     if (!slot.scratch)
-      return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ", input " + std::to_string(i) + ": expected " + std::to_string(nbytes) +
+      return Status(ErrorCode::kOutOfDeviceMemory,
+                    plan_.name + ", input " + std::to_string(i) + ": expected " + std::to_string(nbytes) +
                         " bytes of host memory to rewrite its layout in, got none; free memory");
   }
   repack(view, slot.dim_order.data(), slot.scratch.get());
@@ -62,7 +63,8 @@ Status Instance::stage_out(size_t i, const Value& value, Call& call, void*& data
     slot.scratch.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (nbytes + 63) / 64 * 64)));
     slot.scratch_capacity = slot.scratch ? nbytes : 0;
     if (!slot.scratch)
-      return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ", input " + std::to_string(i) + ": expected " + std::to_string(nbytes) +
+      return Status(ErrorCode::kOutOfDeviceMemory,
+                    plan_.name + ", input " + std::to_string(i) + ": expected " + std::to_string(nbytes) +
                         " bytes of host memory to copy it to, got none; free memory");
   }
   data = slot.scratch.get();
@@ -70,6 +72,33 @@ Status Instance::stage_out(size_t i, const Value& value, Call& call, void*& data
   if (Status status = value.device->copy(data, value.tensor.data, nbytes, call.settled.stream); !status.ok())
     return status;
   return value.device->synchronize(call.settled.stream);
+}
+
+Status Instance::check_source(size_t i, const Value& value) const {
+  const TensorPlan& plan = *plan_.tensor_of(plan_.inputs[i]);
+  std::string where = plan_.name + ", input " + std::to_string(i) + ": expected ";
+  if (value.lease.ended()) {
+    return Status(ErrorCode::kInput,
+                  where +
+                      "memory that still holds what it held, got an output lent by a replay, "
+                      "which a later replay has written over; replay without borrow=True");
+  }
+  if (value.device == nullptr || value.device->backend() == Backend::kCpu) return {};
+  if (value.device != device_) {
+    Status status(ErrorCode::kDevice,
+                  where + "memory of " + device_->name() + " or of the host, got memory of " +
+                      device_name_of(value.device->id(), device_->name()) + "; copy it first");
+    status.device = value.device->name();
+    return status;
+  }
+  std::array<int32_t, kMaxDims> sizes{}, strides{};
+  for (size_t d = 0; d < static_cast<size_t>(value.tensor.ndim); ++d)
+    sizes[d] = static_cast<int32_t>(value.tensor.sizes[d]);
+  dense_strides(value.tensor.ndim, sizes.data(), plan.dim_order.data(), strides.data());
+  if (is_dense(value.tensor, strides.data())) return {};
+  return Status(ErrorCode::kInput, where + describe(describe_value(plan_, plan_.inputs[i])) + ", got " +
+                                       describe(value) +
+                                       "; device memory must be dense, in the program's layout");
 }
 
 Status Instance::bind_tensor(size_t i, const Value& value, Call& call) {
@@ -81,24 +110,13 @@ Status Instance::bind_tensor(size_t i, const Value& value, Call& call) {
   std::copy(plan.dim_order.begin(), plan.dim_order.end(), slot.dim_order.begin());
   dense_strides(view.ndim, slot.sizes.data(), slot.dim_order.data(), slot.strides.data());
 
-  auto refuse = [&](const std::string& what) {
-    return Status(ErrorCode::kInput, plan_.name + ", input " + std::to_string(i) + ": expected " +
-                                         describe(describe_value(plan_, plan_.inputs[i])) + ", got " +
-                                         describe(value) + what);
-  };
+  if (Status status = check_source(i, value); !status.ok()) return status;
   bool there = value.device != nullptr && value.device->backend() != Backend::kCpu;
-  if (there && value.device != device_) {
-    Status status(ErrorCode::kDevice, plan_.name + ", input " + std::to_string(i) + ": expected memory of " +
-                                          device_->name() + " or of the host, got memory of " +
-                                          device_name_of(value.device->id(), device_->name()) +
-                                          "; copy it first");
-    status.device = value.device->name();
-    return status;
-  }
   if (call.strict && there != apart(plan))
-    return refuse("; strict=True refuses to stage it: pass memory of the program's device");
-  if (there && !is_dense(view, slot.strides.data()))
-    return refuse("; device memory must be dense, in the program's layout");
+    return Status(ErrorCode::kInput,
+                  plan_.name + ", input " + std::to_string(i) + ": expected " +
+                      describe(describe_value(plan_, plan_.inputs[i])) + ", got " + describe(value) +
+                      "; strict=True refuses to stage it: pass memory of the program's device");
   if (value.block) {
     if (Status status = value.block->order(call.settled.stream, false); !status.ok()) return status;
     if (there) call.reads.push_back(value.block);
@@ -215,8 +233,7 @@ Status Instance::bind_output(size_t i, const Value* given, Call& call, Value& ou
                                          ": the engine refuses memory for it: " + et::to_string(error));
 }
 
-// Runs after the work was enqueued and, for host outputs, after it was waited for.
-Status Instance::collect_output(size_t i, const Value* given, Call& call, Value& out) {
+const void* Instance::describe_output(size_t i, Value& out) const {
   const et::EValue& value = method_->get_output(i);
   if (!value.isTensor()) {
     out.kind = Value::Kind::kNone;
@@ -224,20 +241,11 @@ Status Instance::collect_output(size_t i, const Value* given, Call& call, Value&
     if (value.isDouble()) out.kind = Value::Kind::kDouble, out.double_value = value.toDouble();
     if (value.isBool()) out.kind = Value::Kind::kBool, out.bool_value = value.toBool();
     if (value.isString()) out.kind = Value::Kind::kString, out.string_value = value.toString();
-    return {};
+    return nullptr;
   }
   const Tensor& tensor = value.toTensor();
-  const void* source = tensor.const_data_ptr();
-  bool there = apart(*plan_.tensor_of(plan_.outputs[i]));
-  auto taken = [&](const void* to, size_t written) {
-    if (there) return;
-    size_t read = tensor.nbytes();
-    record::host("output", {record::touch(source, read, false, plan_.outputs[i]),
-                            record::touch(to == source ? nullptr : to, written, true)});
-  };
   TensorView& view = out.tensor;
   out.kind = Value::Kind::kTensor;
-  if (there) out.device = device_;
   view.dtype = static_cast<DType>(tensor.scalar_type());
   view.ndim = static_cast<int>(tensor.dim());
   std::array<int32_t, kMaxDims> sizes, strides;
@@ -250,7 +258,25 @@ Status Instance::collect_output(size_t i, const Value* given, Call& call, Value&
     view.sizes[d] = sizes[d];
     view.strides_bytes[d] = strides[d] * width;
   }
+  return tensor.const_data_ptr();
+}
+
+// Runs after the work was enqueued and, for host outputs, after it was waited for.
+Status Instance::collect_output(size_t i, const Value* given, Call& call, Value& out) {
+  const void* source = describe_output(i, out);
+  if (out.kind != Value::Kind::kTensor) return {};
+  bool there = apart(*plan_.tensor_of(plan_.outputs[i]));
+  if (there) out.device = device_;
+  TensorView& view = out.tensor;
   size_t nbytes = view.nbytes();
+  std::array<int32_t, kMaxDims> strides{};  // in elements, for is_dense()
+  for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d)
+    strides[d] = static_cast<int32_t>(view.strides_bytes[d] / static_cast<int64_t>(itemsize(view.dtype)));
+  auto taken = [&, nbytes](const void* to, size_t written) {
+    if (there) return;
+    record::host("output", {record::touch(source, nbytes, false, plan_.outputs[i]),
+                            record::touch(to == source ? nullptr : to, written, true)});
+  };
   if (source == nullptr && nbytes != 0) {
     return Status(ErrorCode::kDelegate,
                   plan_.name + ", output " + std::to_string(i) + ": the engine left it without memory");

@@ -66,8 +66,15 @@ namespace {
 thread_local LoadScope* loading = nullptr;
 }
 
-LoadScope::LoadScope(const MethodPlan& method, const std::vector<IslandPlan>& islands, LoadOwners owners)
-    : method_(method), islands_(islands), claimed_(islands.size(), 0), owners_(owners), outer_(loading) {
+LoadScope::LoadScope(const MethodPlan& method, const std::vector<IslandPlan>& islands, LoadOwners owners,
+                     std::vector<std::shared_ptr<IslandCapture>>& parts)
+    : method_(method),
+      islands_(islands),
+      claimed_(islands.size(), 0),
+      owners_(owners),
+      parts_(parts),
+      outer_(loading) {
+  parts_.assign(method.delegates.size(), nullptr);
   loading = this;
 }
 LoadScope::~LoadScope() { loading = outer_; }
@@ -86,6 +93,17 @@ const IslandPlan* claim_island(const std::string& delegate, const void* payload)
 
 LoadOwners load_owners() { return loading == nullptr ? LoadOwners() : loading->owners_; }
 const MethodPlan* loading_method() { return loading == nullptr ? nullptr : &loading->method_; }
+// The engine loads each delegate of the method once, however many islands call it.
+bool take_part(const std::string& delegate, const void* payload, std::shared_ptr<IslandCapture> part) {
+  if (loading == nullptr) return false;
+  for (size_t i = 0; i < loading->parts_.size(); ++i) {
+    const DelegatePlan& plan = loading->method_.delegates[i];
+    if (loading->parts_[i] || plan.id != delegate || plan.payload.data() != payload) continue;
+    loading->parts_[i] = std::move(part);
+    return true;
+  }
+  return false;
+}
 
 bool uses_device(const MethodPlan& method) {
   for (const BufferPlan& buffer : method.buffers) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "headrace/capture.h"
 #include "program/plan.h"
 
 namespace headrace {
@@ -51,10 +52,12 @@ struct LoadOwners {
 };
 
 // Names the islands of the method that the calling thread loads, for as long as it lives: a delegate is told
-// its payload and nothing else.
+// its payload and nothing else. `parts`, one for each of the method's delegates, takes what these give to
+// take_part() (headrace/capture.h).
 class LoadScope {
  public:
-  LoadScope(const MethodPlan& method, const std::vector<IslandPlan>& islands, LoadOwners owners);
+  LoadScope(const MethodPlan& method, const std::vector<IslandPlan>& islands, LoadOwners owners,
+            std::vector<std::shared_ptr<IslandCapture>>& parts);
   ~LoadScope();
   LoadScope(const LoadScope&) = delete;
   LoadScope& operator=(const LoadScope&) = delete;
@@ -63,10 +66,12 @@ class LoadScope {
   friend const IslandPlan* claim_island(const std::string&, const void*);
   friend LoadOwners load_owners();
   friend const MethodPlan* loading_method();
+  friend bool take_part(const std::string&, const void*, std::shared_ptr<IslandCapture>);
   const MethodPlan& method_;
   const std::vector<IslandPlan>& islands_;
   std::vector<char> claimed_;
   LoadOwners owners_;
+  std::vector<std::shared_ptr<IslandCapture>>& parts_;
   LoadScope* outer_;
 };
 

@@ -51,6 +51,7 @@ int64_t MethodPool::stats(CallStats* last, CallStats* total) const {
 }
 
 void MethodPool::memory(std::vector<MemoryUse>& out) const {
+  std::vector<std::shared_ptr<GraphSet>> graphs;  // let go of with no lock held
   std::lock_guard lock(mutex_);
   for (size_t i = 0; i < instances_.size(); ++i) {
     const auto& buffers = instances_[i]->buffers();
@@ -64,11 +65,22 @@ void MethodPool::memory(std::vector<MemoryUse>& out) const {
   if (shared_.on_device) {
     out.push_back({"outputs", name_, -1, device_->name(), shared_.on_device->nbytes()});
   }
+  size_t nbytes = 0;
+  for (const auto& weak : graphs_) {
+    graphs.push_back(weak.lock());
+    if (graphs.back()) nbytes += graphs.back()->stats().memory_nbytes;
+  }
+  if (!graphs_.empty()) out.push_back({"graphs", name_, -1, device_->name(), nbytes});
 }
 
-Result<size_t> MethodPool::acquire() {
+Result<size_t> MethodPool::acquire(std::optional<size_t> which) {
   std::unique_lock lock(mutex_);
-  while (!closed_ && idle_.empty()) {
+  auto free = [&] {
+    return which           ? std::find(idle_.begin(), idle_.end(), *which)
+           : idle_.empty() ? idle_.end()
+                           : idle_.end() - 1;
+  };
+  while (!closed_ && free() == idle_.end()) {
     // A delegate that calls its own method would wait for itself.
     if (std::find(busy_.begin(), busy_.end(), std::this_thread::get_id()) != busy_.end()) {
       return Status(ErrorCode::kInput,
@@ -80,27 +92,44 @@ Result<size_t> MethodPool::acquire() {
   }
   if (closed_)
     return Status(ErrorCode::kProgram, name_ + ": expected an open program, got one that was closed");
-  size_t instance = idle_.back();
-  idle_.pop_back();
+  auto taken = free();
+  size_t instance = *taken;
+  idle_.erase(taken);
   busy_[instance] = std::this_thread::get_id();
   return instance;
 }
 
-void MethodPool::release(size_t instance, const CallStats& stats) {
+void MethodPool::release(size_t instance, const CallStats* stats) {
   {
     std::lock_guard lock(mutex_);
     busy_[instance] = {};
     idle_.push_back(instance);
-    calls_ += 1;
-    last_ = stats;
-    total_.bytes_to_device += stats.bytes_to_device;
-    total_.bytes_to_host += stats.bytes_to_host;
-    total_.synchronizations += stats.synchronizations;
-    total_.driver_allocations += stats.driver_allocations;
-    total_.driver_frees += stats.driver_frees;
-    total_.repacked_bytes += stats.repacked_bytes;
+    if (stats != nullptr) {
+      calls_ += 1;
+      last_ = *stats;
+      add(total_, *stats);
+    }
   }
-  changed_.notify_one();
+  changed_.notify_all();  // who waits may wait for one instance alone
+}
+
+void add(CallStats& total, const CallStats& stats) {
+  total.bytes_to_device += stats.bytes_to_device;
+  total.bytes_to_host += stats.bytes_to_host;
+  total.synchronizations += stats.synchronizations;
+  total.driver_allocations += stats.driver_allocations;
+  total.driver_frees += stats.driver_frees;
+  total.repacked_bytes += stats.repacked_bytes;
+}
+
+void CountScope::end() {
+  if (std::exchange(ended_, true)) return;
+  const ThreadCounts& after = thread_counts();
+  stats_.bytes_to_device = after.bytes_to_device - before_.bytes_to_device;
+  stats_.bytes_to_host = after.bytes_to_host - before_.bytes_to_host;
+  stats_.synchronizations = after.synchronizations - before_.synchronizations;
+  stats_.driver_allocations = after.driver_allocations - before_.driver_allocations;
+  stats_.driver_frees = after.driver_frees - before_.driver_frees;
 }
 
 Status MethodPool::check_inputs(std::span<const Value> inputs) const {
@@ -165,8 +194,8 @@ Result<Settled> MethodPool::settle(const CallOptions& options) const {
     device = options.stream_device;
   } else if (device_->backend() != Backend::kCpu) {
     headrace_selection selected = headrace_get_selection();
-    // A program without device memory has no use for another device's stream, and is no reason to refuse one. On
-    // its own device's it reads what is in order there.
+    // A program without device memory has no use for another device's stream, and is no reason to refuse one.
+    // On its own device's it reads what is in order there.
     if (selected.selected && (uses_device_ || selected.device == device_->id())) {
       settled = {reinterpret_cast<StreamHandle>(selected.stream), true};
       device = selected.device;
@@ -182,7 +211,69 @@ Result<Settled> MethodPool::settle(const CallOptions& options) const {
   if (settled.chosen) {
     if (Status status = device_->check_stream(settled.stream); !status.ok()) return status;
   }
-  return settled;
+  if (!uses_device_ || device_->backend() == Backend::kCpu) return settled;
+  // The caller's own capture: nothing would order its graph with other calls, which share this method's
+  // planned memory. Told before anything is enqueued, so that the capture stays what it was (GR8).
+  auto captures = device_->capture_status(settled.stream);
+  if (!captures.ok()) return captures.status();
+  if (*captures == CaptureStatus::kNone) return settled;
+  Status status(ErrorCode::kCapture,
+                name_ +
+                    ", stream: expected a stream that does not capture, got one that does: nothing was "
+                    "enqueued and the capture goes on; call the method before or after it, or capture the "
+                    "method itself and replay that graph");
+  status.step = "stream";
+  return status;
+}
+
+Status MethodPool::graphs_off() const {
+  std::lock_guard lock(mutex_);
+  return graphs_off_;
+}
+
+Status MethodPool::turn_graphs_off(Status why) {
+  Status told(ErrorCode::kCapture,
+              why.message() +
+                  "; graphs are off for this method from now on, its calls and replays run "
+                  "without them; load the program again to try again");
+  told.step = why.step;
+  told.log = std::move(why.log);
+  told.cause = std::move(why.cause);
+  std::lock_guard lock(mutex_);
+  if (graphs_off_.ok()) {
+    graphs_off_ =
+        Status(ErrorCode::kCapture, name_ +
+                                        ", capture: expected a method whose captures succeed, got one "
+                                        "of which a capture failed before: " +
+                                        told.message());
+    graphs_off_.step = told.step;
+  }
+  return told;
+}
+
+Result<std::shared_ptr<GraphSet>> MethodPool::capture(std::span<const Value> inputs,
+                                                      const CaptureOptions& options,
+                                                      std::vector<Value>& outputs) {
+  if (options.keep < 1 || options.keep > 1024)
+    return Status(ErrorCode::kOption, name_ + ", capture, keep: expected a count between 1 and 1024, got " +
+                                          std::to_string(options.keep));
+  size_t instance = 0;
+  {
+    std::lock_guard lock(mutex_);
+    if (!instances_.empty()) instance = next_graph_++ % instances_.size();
+  }
+  auto set = std::make_shared<GraphSet>(shared_from_this(), instance, options.keep);
+  ReplayOptions replay;
+  replay.stream = options.stream;
+  replay.stream_device = options.stream_device;
+  {
+    // Before its first graph, so that close() finds it.
+    std::lock_guard lock(mutex_);
+    std::erase_if(graphs_, [](const auto& known) { return known.expired(); });
+    graphs_.push_back(set);
+  }
+  if (Status status = set->run(inputs, {}, replay, true, outputs); !status.ok()) return status;
+  return set;
 }
 
 Status MethodPool::run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
@@ -196,15 +287,12 @@ Status MethodPool::run(std::span<const Value> inputs, std::span<const Value> out
   auto instance = acquire();
   if (!instance.ok()) return instance.status();
   CallStats stats;
-  ThreadCounts before = thread_counts();
+  CountScope counts(stats);
+  std::optional<RelaxedScope> relaxed;
+  if (uses_device_) relaxed.emplace(*device_);
   Status status = instances_[*instance]->run(inputs, out, *settled, options.strict, outputs, stats);
-  const ThreadCounts& after = thread_counts();
-  stats.bytes_to_device = after.bytes_to_device - before.bytes_to_device;
-  stats.bytes_to_host = after.bytes_to_host - before.bytes_to_host;
-  stats.synchronizations = after.synchronizations - before.synchronizations;
-  stats.driver_allocations = after.driver_allocations - before.driver_allocations;
-  stats.driver_frees = after.driver_frees - before.driver_frees;
-  release(*instance, stats);
+  counts.end();
+  release(*instance, &stats);
   return status;
 }
 
@@ -218,19 +306,22 @@ Status MethodPool::check_close() const {
   }
   std::lock_guard lock(mutex_);
   if (std::find(busy_.begin(), busy_.end(), std::this_thread::get_id()) == busy_.end()) return {};
-  return Status(ErrorCode::kInput, name_ + ": expected close() from outside, got it from inside a running call");
+  return Status(ErrorCode::kInput,
+                name_ + ": expected close() from outside, got it from inside a running call");
 }
 
 Status MethodPool::close() {
   if (Status status = check_close(); !status.ok()) return status;
   std::shared_ptr<ProgramCore> core;
   std::vector<std::unique_ptr<Instance>> doomed;
+  std::vector<std::weak_ptr<GraphSet>> graphs;
   {
     std::unique_lock lock(mutex_);
     closed_ = true;
     changed_.notify_all();
     changed_.wait(lock, [&] { return idle_.size() == instances_.size(); });
     doomed.swap(instances_);
+    graphs.swap(graphs_);
     core.swap(core_);
     idle_.clear();
     busy_.clear();
@@ -241,6 +332,10 @@ Status MethodPool::close() {
     Status status = instance->close();
     failed = failed.ok() ? status : also(failed, status);
   }
+  for (const auto& weak : graphs) {
+    if (auto set = weak.lock()) set->drop();
+  }
+  shared_.retired.clear();
   doomed.clear();
   // Outputs that are still held go back to the device when they are dropped.
   for (const auto& ring : {shared_.planned, shared_.on_device, shared_.host}) {
@@ -260,6 +355,13 @@ int64_t Method::stats(CallStats* last, CallStats* total) const { return pool_->s
 Status Method::run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
                    std::vector<Value>& outputs) {
   return pool_->run(inputs, out, options, outputs);
+}
+Result<std::shared_ptr<MethodGraph>> Method::capture(std::span<const Value> inputs,
+                                                     const CaptureOptions& options,
+                                                     std::vector<Value>& outputs) {
+  auto set = pool_->capture(inputs, options, outputs);
+  if (!set.ok()) return set.status();
+  return std::make_shared<MethodGraph>(std::move(*set));
 }
 
 }  // namespace headrace

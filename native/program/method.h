@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
@@ -14,7 +15,23 @@
 
 namespace headrace {
 
-class MethodPool {
+// Counts of what the calling thread does, into `stats`, until end() or its own.
+class CountScope {
+ public:
+  explicit CountScope(CallStats& stats) : stats_(stats), before_(thread_counts()) {}
+  ~CountScope() { end(); }
+  CountScope(const CountScope&) = delete;
+  CountScope& operator=(const CountScope&) = delete;
+  void end();
+
+ private:
+  CallStats& stats_;
+  ThreadCounts before_;
+  bool ended_ = false;
+};
+void add(CallStats& total, const CallStats& stats);
+
+class MethodPool : public std::enable_shared_from_this<MethodPool> {
  public:
   static Result<std::shared_ptr<MethodPool>> load(std::shared_ptr<ProgramCore> core, const MethodPlan& plan,
                                                   int instances);
@@ -28,16 +45,27 @@ class MethodPool {
 
   Status run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
              std::vector<Value>& outputs);
-  // Waits for running calls. What check_close() refuses is refused; any other failure is of work that was waited
-  // for, and the method is closed.
+  Result<std::shared_ptr<GraphSet>> capture(std::span<const Value> inputs, const CaptureOptions& options,
+                                            std::vector<Value>& outputs);
+  // Waits for running calls. What check_close() refuses is refused; any other failure is of work that was
+  // waited for, and the method is closed.
   Status close();
   // kInput: from inside a call of this method; kDevice: from inside a host function.
   Status check_close() const;
 
  private:
+  friend class GraphSet;
   MethodPool(std::shared_ptr<ProgramCore> core, const MethodPlan& plan);
-  Result<size_t> acquire();
-  void release(size_t instance, const CallStats& stats);
+  // The turn of one instance, or of any that is idle.
+  Result<size_t> acquire(std::optional<size_t> which = std::nullopt);
+  // `stats`: of a call; null: it was none.
+  void release(size_t instance, const CallStats* stats);
+  Instance& instance(size_t which) { return *instances_[which]; }  // in its turn
+  Retired& retired() { return shared_.retired; }
+  // Why graphs are off for this method: a capture failed (GR6). Ok: they are not.
+  Status graphs_off() const;
+  // Returns `why`, and what to do about it.
+  Status turn_graphs_off(Status why);
   Result<Settled> settle(const CallOptions& options) const;
   Status check_inputs(std::span<const Value> inputs) const;
   Status check_out(std::span<const Value> out) const;
@@ -56,6 +84,9 @@ class MethodPool {
   std::vector<size_t> idle_;
   std::vector<std::thread::id> busy_;  // by instance; a default id when idle
   bool closed_ = false;
+  Status graphs_off_;
+  std::vector<std::weak_ptr<GraphSet>> graphs_;
+  size_t next_graph_ = 0;  // whose instance the next one takes
   int64_t calls_ = 0;
   CallStats last_, total_;
 };

@@ -321,6 +321,7 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
     value.kind = Value::Kind::kTensor;
     value.tensor = buffer->view;
     value.block = buffer->block;
+    value.lease = buffer->borrowed;
     if (buffer->device) value.device = buffer->device->device;
     check_lease(*buffer, message());
     // No event says when lent memory is written: it is in order on the stream of its call alone.
@@ -462,6 +463,7 @@ nb::object from_value(Value& value) {
     buffer.view = value.tensor;
     buffer.block = std::move(value.block);
     if (value.device) buffer.device = device_object(value.device);
+    buffer.borrowed = std::move(value.lease);
     return nb::cast(std::move(buffer));
   }
   return numpy_view(value.tensor, block_owner(std::move(value.block)));
@@ -513,6 +515,7 @@ void raise(const Status& status) {
   if (status.code() == ErrorCode::kDevice || status.code() == ErrorCode::kOutOfDeviceMemory) {
     kwargs["device"] = text(status.device);
   }
+  if (status.code() == ErrorCode::kCapture) kwargs["step"] = text(status.step);
   nb::object error = cls(text_of(status.message()), **kwargs);
   if (status.cause != nullptr) {
     nb::object cause = nb::borrow(static_cast<PyObject*>(status.cause.get()));

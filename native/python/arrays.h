@@ -29,9 +29,11 @@ struct Buffer {
   StreamHandle lent_on = kPerThreadStream;  // of memory lent for a call: the stream of the call
   std::shared_ptr<const bool> lease;        // of memory lent for a call: whether the call still runs
   bool lent() const { return lease != nullptr; }
+  Lease borrowed = {};  // of a graph's output
 };
 
-// Raises InputError where the memory was lent for a call that has ended.
+// Raises InputError where the memory was lent for a call that has ended, or is a graph's output that a replay
+// has written over.
 void check_lease(const Buffer& buffer, const std::string& where);
 
 // For whom an array is read or written: work that is enqueued on `stream` of `device` from now on. Memory of

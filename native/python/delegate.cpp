@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "device/record.h"
+#include "headrace/capture.h"
 #include "program/allocator.h"
 #include "program/engine.h"
 #include "program/islands.h"
@@ -81,6 +82,71 @@ void tell(Status status) {
   if (bound != nullptr && bound->call() != nullptr && bound->call()->failure.ok())
     bound->call()->failure = std::move(status);
 }
+
+// A delegate of Python's, as captures ask it. It lives as long as what the engine has of it, or longer.
+class PyIsland final : public IslandCapture {
+ public:
+  PyIsland(nb::handle object, std::string name, bool has_state)
+      : object_(hold(nb::borrow(object))), name_(std::move(name)), has_state_(has_state) {}
+
+  std::string refusal() override {
+    GilAcquire gil;
+    try {
+      nb::object answer;
+      wait_for_gil([&] { answer = object().attr("capturable")(); });
+      if (answer.is(nb::bool_(true))) {
+        std::vector<Access> ignored;
+        return read_state(ignored);
+      }
+      if (PyUnicode_Check(answer.ptr())) {
+        auto why = nb::cast<std::string>(answer);
+        return why.empty() ? "capturable() gave an empty reason" : why;
+      }
+      return "capturable() gave " + nb::cast<std::string>(nb::repr(answer));
+    } catch (nb::python_error& e) {
+      return "capturable() raised " + text_of(e);
+    } catch (const std::exception& e) {
+      return std::string("capturable() failed: ") + e.what();
+    }
+  }
+
+  std::vector<Access> state() override {
+    if (!has_state_) return {};
+    GilAcquire gil;
+    std::vector<Access> out;
+    if (std::string problem = read_state(out); !problem.empty()) out.clear();  // refusal() says it
+    return out;
+  }
+
+ private:
+  // With the lock. Empty, or why it cannot be read.
+  std::string read_state(std::vector<Access>& out) {
+    if (!has_state_) return {};
+    try {
+      nb::object buffers;
+      wait_for_gil(
+          [&] { buffers = nb::steal(PySequence_Tuple(nb::object(object().attr("state")()).ptr())); });
+      if (!buffers.is_valid()) nb::raise_python_error();
+      for (nb::handle item : buffers) {
+        Buffer* buffer = nullptr;
+        if (!nb::try_cast(item, buffer) || buffer == nullptr || !buffer->device)
+          return "state() gave a " + std::string(Py_TYPE(item.ptr())->tp_name) +
+                 " where a Buffer was expected";
+        out.push_back({buffer->view.data, buffer->view.nbytes(), true});
+      }
+      return {};
+    } catch (nb::python_error& e) {
+      return "state() raised " + text_of(e);
+    } catch (const std::exception& e) {
+      return std::string("state() failed: ") + e.what();
+    }
+  }
+
+  nb::handle object() const { return static_cast<PyObject*>(object_.get()); }
+  std::shared_ptr<void> object_;
+  std::string name_;
+  bool has_state_;
+};
 
 class PyBackend final : public et::BackendInterface {
  public:
@@ -170,6 +236,8 @@ class PyBackend final : public et::BackendInterface {
       wait_for_gil([&] { (void)nb::object(made.attr("load")(bytes, told)); });
       *open = false;
       loaded.requires_device = nb::cast<bool>(made.attr("requires_device"));
+      bool has_state = !nb::object(made.type().attr("state")).is(module.attr("Delegate").attr("state"));
+      (void)take_part(name_, payload.data(), std::make_shared<PyIsland>(made, name_, has_state));
       loaded.object = made.release().ptr();
       return true;
     } catch (nb::python_error& e) {
@@ -255,6 +323,7 @@ class PyBackend final : public et::BackendInterface {
       bool& running;
       ~End() { running = false; }
     } end{*lease};
+    AllocationWatch watch(loaded.island);
     // A delegate may give the lock up, and end there with the interpreter.
     wait_for_gil([&] { (void)nb::object(nb::handle(loaded.object).attr("run")(sides[0], sides[1], given)); });
     for (size_t i = count; i < args.size(); ++i) {

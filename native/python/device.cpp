@@ -7,6 +7,7 @@
 
 #include "device/record.h"
 #include "headrace/caller_stream.h"
+#include "headrace/capture.h"
 #include "python/gil.h"
 #include "python/objects.h"
 
@@ -77,9 +78,13 @@ void close_stream(PyStream& stream) {
   check(stream.device->device->destroy_stream(stream.handle));
 }
 
-// Puts an event behind what is on the stream now, for the buffer's next reader or writer.
-Status mark_used(PyDevice& device, StreamHandle stream, Block& block, bool write,
+// Puts an event behind what is on the stream now, for the buffer's next reader or writer. What a graph uses
+// is marked by its replays.
+Status mark_used(PyDevice& device, StreamHandle stream, const BlockRef& shared, bool write,
                  EventRef* marked = nullptr) {
+  captured_use(shared, write);
+  if (capture_stage() == CaptureStage::kCapture) return {};
+  Block& block = *shared;
   auto event = device.events.take(*device.device);
   Status status = event.ok() ? device.device->record(**event, stream) : event.status();
   if (status.ok() && marked != nullptr) *marked = *event;
@@ -108,7 +113,7 @@ nb::object empty(const PyDeviceRef& self, nb::handle shape, nb::handle dtype, nb
     auto block = self->ring->take(nbytes, handle);
     if (!block.ok()) return block;
     // Whoever orders its work behind the Buffer, on whatever stream, is behind the allocation.
-    Status status = mark_used(*self, handle, **block, true);
+    Status status = mark_used(*self, handle, *block, true);
     if (status.ok()) return block;
     (void)drain(*self->device, handle);
     return status;
@@ -127,6 +132,12 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
   if (value.kind != Value::Kind::kTensor) {
     raise(Status(ErrorCode::kInput,
                  self->device->name() + ", to_device: expected an array, got a number; use numpy.asarray"));
+  }
+  if (capture_stage() == CaptureStage::kCapture && !(value.device != nullptr && value.block)) {
+    raise(Status(ErrorCode::kCapture,
+                 self->device->name() +
+                     ", to_device: expected a Buffer of the device while a method is captured, "
+                     "got memory that a replay would not read again; copy it in load()"));
   }
   // Made dense by NumPy; host memory of any layout comes in.
   auto dense = [](const TensorView& v) {
@@ -183,8 +194,8 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
   check(unlocked([&] {
     Status status = self->device->copy(target->view.data, value.tensor.data, nbytes, handle);
     if (!status.ok()) return status;
-    status = mark_used(*self, handle, *target->block, true, &copied);
-    if (status.ok() && value.block && value.device) status = mark_used(*self, handle, *value.block, false);
+    status = mark_used(*self, handle, target->block, true, &copied);
+    if (status.ok() && value.block && value.device) status = mark_used(*self, handle, value.block, false);
     // Host memory is the caller's again when this returns, and so is everything where no event says when.
     if (status.ok() && value.device == nullptr) status = target->block->wait(false);
     if (!status.ok()) (void)drain(*self->device, handle);
@@ -237,7 +248,7 @@ void mark_all_used(const PyStream& stream, StreamHandle handle, const Touched& t
   check(unlocked([&] {
     Status status;
     for (const auto& [block, write] : touched.blocks) {
-      if (status.ok()) status = mark_used(*stream.device, handle, *block, write);
+      if (status.ok()) status = mark_used(*stream.device, handle, block, write);
     }
     // Without an event the memory could be used again before the work is done.
     if (!status.ok()) (void)drain(*stream.device->device, handle);
@@ -514,6 +525,12 @@ void bind_objects(nb::module_& m) {
           },
           "Simulated devices: skip all work that has not run. A function given to Stream.call that never ran "
           "keeps its Buffers, and these the device: where work may be left behind for good, this ends it.")
+      // For tests: the SMs of the partition that the host function of the calling thread runs on; 0: all.
+      .def_prop_ro("_running_sms",
+                   [](PyDevice& self) {
+                     auto partition = sim_of(self, "_running_sms")->current_partition();
+                     return partition ? partition->sm_count() : 0;
+                   })
       .def("clear_faults", [](PyDevice& self) { sim_of(self, "clear_faults")->clear_faults(); })
       .def(
           "calls",
@@ -589,6 +606,31 @@ void bind_objects(nb::module_& m) {
            "too, their memory is not given to others before it is done, and a record that is open has it as "
            "one "
            "operation on this stream, called `name`. Does not wait. Raises InputError for what is no Buffer.")
+      // For tests of what happens inside a capture that headrace did not begin.
+      .def(
+          "_begin_capture",
+          [](const PyStream& self, int mode) {
+            StreamHandle handle = usable(self);
+            check(unlocked(
+                [&] { return self.device->device->begin_capture(handle, static_cast<CaptureMode>(mode)); }));
+          },
+          nb::arg("mode") = static_cast<int>(CaptureMode::kThreadLocal))
+      .def("_capture_status",
+           [](const PyStream& self) {
+             return static_cast<int>(unwrap(self.device->device->capture_status(usable(self))));
+           })
+      // A function that launches the graph on a stream and waits.
+      .def("_end_capture",
+           [](const PyStream& self) {
+             auto graph = unwrap(unlocked([&] { return self.device->device->end_capture(usable(self)); }));
+             auto exec = unwrap(unlocked([&] { return self.device->device->instantiate(*graph); }));
+             return nb::cpp_function([exec, device = self.device](const PyStream& stream) {
+               check(unlocked([&] {
+                 Status status = device->device->launch(*exec, stream.handle);
+                 return status.ok() ? device->device->synchronize(stream.handle) : status;
+               }));
+             });
+           })
       .def("close", &close_stream,
            "End the stream; work on it goes on. It can be neither used nor selected afterwards.")
       .def("__eq__",

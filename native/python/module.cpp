@@ -3,8 +3,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "cuda/delegate.h"
-#include "headrace/caller_stream.h"
 #include "headrace/program.h"
+#include "python/call.h"
 #include "python/gil.h"
 #include "python/objects.h"
 
@@ -79,73 +79,17 @@ nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object o
     raise(Status(ErrorCode::kInput,
                  method.name() + ", strict: expected a bool, got " + Py_TYPE(strict.ptr())->tp_name));
   }
-  const auto& infos = method.inputs();
-  size_t count = inputs.size();
-  std::vector<Value> values(count), given, outputs;
-  std::vector<nb::object> keep(count);
-  CallOptions options;
-  options.strict = strict.is(nb::bool_(true));
-  if (!stream.is_none()) {
-    StreamChoice choice = to_stream(stream, method.device(), "stream");
-    options.stream = choice.handle;
-    options.stream_device = choice.device;
-  }
-  // The stream that the call will settle on; one of another device is refused there.
-  Reader reader{method.device(), kPerThreadStream};
-  headrace_selection selected = headrace_get_selection();
-  int32_t owner = options.stream ? options.stream_device : selected.device;
-  if (owner == -1 || owner == method.device()->id()) {
-    if (options.stream) {
-      reader.stream = *options.stream;
-    } else if (selected.selected) {
-      reader.stream = reinterpret_cast<StreamHandle>(selected.stream);
-    }
-  }
-  for (size_t i = 0; i < count; ++i) {
-    Value::Kind expected = i < infos.size() ? infos[i].kind : Value::Kind::kTensor;
-    values[i] = to_value(inputs[i], expected, keep[i], method.name(), "input", i, reader);
-  }
-  nb::object arrays;  // what `out` gave, as a tuple
-  if (!out.is_none()) {
-    arrays = nb::steal(PySequence_Tuple(out.ptr()));
-    if (!arrays.is_valid()) {
-      PyErr_Clear();
-      raise(Status(ErrorCode::kInput, method.name() + ", out: expected a sequence of arrays, got " +
-                                          Py_TYPE(out.ptr())->tp_name));
-    }
-    size_t given_count = nb::len(arrays);
-    if (given_count != method.outputs().size()) {
-      raise(Status(ErrorCode::kInput, method.name() + ", out: expected " +
-                                          std::to_string(method.outputs().size()) + " arrays, got " +
-                                          std::to_string(given_count)));
-    }
-    keep.resize(count + given_count);
-    for (size_t i = 0; i < given_count; ++i) {
-      given.push_back(to_out(arrays[i], keep[count + i], method.name(), i, reader));
-    }
-  }
-  // Foreign device memory stays for as long as work of this call may read it.
-  for (size_t i = 0; i < count; ++i) {
-    if (values[i].device != nullptr && !values[i].block && keep[i].is_valid()) values[i].keep = hold(keep[i]);
-  }
-  for (size_t i = 0; i < given.size(); ++i) {
-    if (given[i].device != nullptr && !given[i].block && keep[count + i].is_valid()) {
-      given[i].keep = hold(keep[count + i]);
-    }
-  }
+  CallArguments args(method.name(), method.inputs(), method.outputs().size(), method.device(), inputs, stream,
+                     out);
+  CallOptions options{args.stream, args.stream_device, strict.is(nb::bool_(true))};
+  std::vector<Value> outputs;
   Status status;
   {
     GilRelease release;
-    status = method.run(values, given, options, outputs);
+    status = method.run(args.values, args.given, options, outputs);
   }
   check(status);
-  nb::object result = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(outputs.size())));
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    bool callers = i < given.size() && given[i].kind != Value::Kind::kNone;
-    nb::object item = callers ? nb::object(arrays[i]) : from_value(outputs[i]);
-    PyTuple_SET_ITEM(result.ptr(), static_cast<Py_ssize_t>(i), item.release().ptr());
-  }
-  return nb::borrow<nb::tuple>(result);
+  return args.results(outputs);
 }
 
 nb::dict describe_value(const ValueInfo& info) {
@@ -160,17 +104,6 @@ nb::dict describe_value(const ValueInfo& info) {
     out["device"] = device_name(info.device);
     out["planned"] = info.planned;
   }
-  return out;
-}
-
-nb::dict describe_stats(const CallStats& s) {
-  nb::dict out;
-  out["bytes_to_device"] = s.bytes_to_device;
-  out["bytes_to_host"] = s.bytes_to_host;
-  out["synchronizations"] = s.synchronizations;
-  out["driver_allocations"] = s.driver_allocations;
-  out["driver_frees"] = s.driver_frees;
-  out["repacked_bytes"] = s.repacked_bytes;
   return out;
 }
 
@@ -201,6 +134,7 @@ NB_MODULE(_core, m) {
   bind_delegates(m);
   bind_record(m);
   bind_cuda(m);
+  bind_graphs(m);
 
   nb::class_<Method>(m, "Method")
       .def_prop_ro("name", &Method::name)

@@ -30,6 +30,7 @@ from .errors import (
     ProgramError,
 )
 from .export import export
+from .graph import Graph
 from .ordering import Record, record
 from .program import Method, Program, load
 
@@ -47,6 +48,7 @@ __all__ = [
     "EngineError",
     "Event",
     "ExportError",
+    "Graph",
     "HeadraceError",
     "InputError",
     "Method",

@@ -370,9 +370,11 @@ def _run(args: argparse.Namespace) -> int:
         times = []
         recorded = headrace.record() if args.check_ordering or args.trace else None
         with contextlib.nullcontext() if recorded is None else recorded:
+            graph = method.capture(*inputs) if args.graph else None
+            run = method if graph is None else graph.replay
             for _ in range(args.repeat):
                 began = time.perf_counter()
-                outputs = method(*inputs)
+                outputs = run(*inputs)
                 times.append(time.perf_counter() - began)
         if recorded is not None and args.trace:
             recorded.trace(args.trace)
@@ -405,6 +407,7 @@ def _run(args: argparse.Namespace) -> int:
                     "calls": args.repeat,
                     "median_us": median_us,
                     "ordering": asdict(ordering) if ordering else None,
+                    "graph": asdict(graph.stats) if graph else None,
                 },
             )
             return DIFFERS if different else OK
@@ -424,8 +427,10 @@ def _run(args: argparse.Namespace) -> int:
             print(
                 f"  output {row['output']}: {verdict}, {detail} (tolerance {row['rtol']:g} relative + {row['atol']:g})"
             )
+        if graph:
+            print(f"  graph: {len(method.islands)} islands in one launch, {graph.stats.memory_nbytes} bytes")
         if args.repeat > 1:
-            print(f"  {args.repeat} calls, median {median_us:.1f} µs")
+            print(f"  {args.repeat} {'replays' if graph else 'calls'}, median {median_us:.1f} µs")
         if ordering:
             print(f"  order: {ordering.accesses} accesses in {ordering.operations} operations, no conflicts")
             for unseen in ordering.unseen:
@@ -468,7 +473,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--rtol", type=float, help="relative tolerance of --expect (default: by dtype)")
     one.add_argument("--atol", type=float, help="absolute tolerance of --expect (default: by dtype)")
-    one.add_argument("--repeat", type=int, default=1, metavar="N", help="calls")
+    one.add_argument("--repeat", type=int, default=1, metavar="N", help="calls, or replays")
+    one.add_argument(
+        "--graph",
+        action="store_true",
+        help="capture the method as one graph first, which is a step too; replay it",
+    )
     one.add_argument(
         "--output",
         metavar="DIR",

@@ -20,6 +20,8 @@ from .device import Device
 from .device import device as open_device
 from .engine import core
 from .errors import OptionError, ProgramError
+from .graph import Graph
+from .stats import Counts, Stats
 
 __all__ = ["Counts", "Island", "Memory", "MemoryUse", "Method", "Program", "Stats", "ValueInfo", "load"]
 
@@ -55,35 +57,9 @@ class Island:
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What one call, or all calls, of a method did: bytes staged each way between host and device, waits for the
-    device, allocations and frees that reached the driver, and host bytes whose memory layout was not the program's
-    and had to be rewritten.
-
-    A steady-state call on device-resident buffers has 0 of each.
-    """
-
-    bytes_to_device: int
-    bytes_to_host: int
-    synchronizations: int
-    driver_allocations: int
-    driver_frees: int
-    repacked_bytes: int
-
-
-@dataclass(frozen=True)
-class Stats:
-    """How often a method was called, what the call that ended last did, and the sum over all calls."""
-
-    calls: int
-    last: Counts
-    total: Counts
-
-
-@dataclass(frozen=True)
 class MemoryUse:
     """One item of a program's memory: ``what`` is ``"program"``, ``"data"``, ``"planned"`` (one entry for
-    each planned buffer and instance) or ``"outputs"``."""
+    each planned buffer and instance), ``"outputs"`` or ``"graphs"`` (what they hold for inputs and outputs)."""
 
     what: str
     method: str
@@ -160,6 +136,30 @@ class Method:
         """
         outputs: tuple[Any, ...] = self._call(inputs, stream, out, strict)
         return outputs
+
+    def capture(self, *examples: Any, stream: Any = None, keep: int = 4) -> Graph:
+        """Run the method once on ``examples`` and capture it as one graph over all its islands.
+
+        Works as the very first call. It is one logical step: `Graph.outputs` are the examples' results, and what the
+        method keeps from call to call has advanced by one step. It waits for the device. The method is captured on a
+        stream of its own, in the partition of the stream of the call.
+
+        Args:
+            examples: as for a call; their shapes are what the graph is for. It copies them.
+            stream: as for a call; without it, and without a selection, the graph is in no partition.
+            keep: for how many shapes and partitions, the most recently used ones, the `Graph` keeps its captures.
+
+        Raises:
+            CaptureError: the method cannot be captured, ``step`` is ``"check"`` and it was not run: a kernel or delegate
+                on the CPU, host memory in its middle, a branch, a delegate that says no, one that allocates at every
+                run. Or ``step`` failed: everything is as it was before, and graphs are off for this method, whose
+                calls and replays run without them from now on.
+            InputError, DeviceError, ProgramError: as a call.
+            DelegateError, DeviceError: what had failed before on the stream, or in the method; nothing was captured.
+        """
+        if not isinstance(keep, int) or isinstance(keep, bool) or not 1 <= keep <= 1024:
+            raise OptionError(f"keep: expected a count between 1 and 1024, got {keep!r}")
+        return Graph(*core.capture(self._native, examples, stream, keep))
 
     @property
     def name(self) -> str:

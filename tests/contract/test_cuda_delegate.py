@@ -173,3 +173,46 @@ def test_work_in_flight_survives_whatever_is_dropped(schedule: Any) -> None:
         loaded.close()
         del loaded, stream
         assert np.allclose(result.numpy(), program.calls[0][1][0], program.rtol, program.atol)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_native_islands_and_python_ones_are_one_graph(name: str) -> None:
+    """GR1, GR2, DE1: captured and replayed under every schedule, inputs on the host and on the device."""
+    program = golden(name)
+    for _, device in sims():
+        with program.load(device) as loaded:
+            graph = loaded["forward"].capture(*program.inputs(0))
+            assert program.right(graph.outputs, 0)
+            for k in range(len(program.calls)):
+                inputs = placed(device, program.inputs(k), k % 2 == 1)
+                assert program.right(graph.replay(*inputs, stream=device.stream()), k)
+            assert graph.stats.recaptures == {} and graph.stats.captures == 1
+
+
+def test_state_in_an_island_advances_once_for_capture_and_for_each_replay() -> None:
+    """GR1, GR6: a cache that AOTInductor's library keeps; a capture that fails puts it back."""
+    program = golden("aoti_cache_kept")
+
+    def steps(run: Any, first: int, count: int) -> list[Any]:
+        return [run(*program.inputs(k % len(program.calls))) for k in range(first, first + count)]
+
+    def values(results: Any) -> list[Any]:
+        return [[y.numpy() if isinstance(y, headrace.Buffer) else y for y in result] for result in results]
+
+    for _, device in sims():
+        with program.load(device) as eager:
+            want = values(steps(eager["forward"], 0, 4))
+        for fault in (None, "end_capture", "instantiate", "upload"):
+            with program.load(device) as loaded:
+                method = loaded["forward"]
+                if fault is None:
+                    graph = method.capture(*program.inputs(0))
+                    got = values([graph.outputs, *steps(graph.replay, 1, 2), *steps(method, 3, 1)])
+                else:
+                    device.fail(fault)
+                    with pytest.raises(headrace.CaptureError, match="injected"):
+                        method.capture(*program.inputs(0))
+                    got = values(steps(method, 0, 4))
+                for a, b in zip(want, got, strict=True):
+                    for x, y in zip(a, b, strict=True):
+                        np.testing.assert_array_equal(x, y)

@@ -15,7 +15,8 @@ import headrace
 from tests.programs import graph
 
 __all__ = [
-    "Launched", "OwnStream", "array", "core", "cupy", "install", "launch", "on", "slow", "sms_seen", "torch"
+    "Accumulating", "Captured", "Failing", "Launched", "OwnStream", "Placed", "array", "core", "cupy", "install",
+    "launch", "on", "slow", "sms_seen", "torch"
 ]  # fmt: skip
 
 
@@ -129,6 +130,75 @@ class Launched(headrace.Delegate):
         launch(self.graph, inputs, outputs, chosen, cupy.from_dlpack if self.by_dlpack else array)
         if self.declares:
             chosen.declare(inputs, outputs, name="kernels of CuPy")
+
+
+class Captured(Launched):
+    """May be captured: temporaries come from a pool of its own, which a graph's memory never leaves. CuPy gives memory
+    that was freed on a stream to the next who asks on that stream; by CuPy's common pool that would be anybody."""
+
+    def load(self, payload: bytes, context: Any) -> None:
+        super().load(payload, context)
+        self.pool = cupy.cuda.MemoryPool()
+
+    def run(self, inputs: Any, outputs: Any, stream: Any) -> None:
+        with cupy.cuda.using_allocator(self.pool.malloc):
+            super().run(inputs, outputs, stream)
+
+
+class Placed(Captured):
+    """Notes the SMs that blocks of a kernel in its run were on."""
+
+    loaded: list[Any] = []  # noqa: RUF012
+
+    def load(self, payload: bytes, context: Any) -> None:
+        super().load(payload, context)
+        self.seen = cupy.full(2000, 0xFFFFFFFF, cupy.uint32)
+        cupy.cuda.get_current_stream().synchronize()
+        self.loaded.append(self)
+
+    def run(self, inputs: Any, outputs: Any, stream: Any) -> None:
+        super().run(inputs, outputs, stream)
+        with on(stream):
+            _kernel("where")((2000,), (1024,), (self.seen, np.int64(20_000)))
+
+
+class Failing(Captured):
+    """Does in one stage what must not be done there."""
+
+    how = "raises"
+    stage_of_failure = "capture"
+
+    def run(self, inputs: Any, outputs: Any, stream: Any) -> None:
+        super().run(inputs, outputs, stream)
+        if self.stage() != self.stage_of_failure:
+            return
+        if self.how == "raises":
+            raise RuntimeError("on purpose")
+        if self.how == "waits":
+            stream.synchronize()
+        else:
+            cupy.cuda.Memory(1 << 20)
+
+
+class Accumulating(Captured):
+    """Adds how often it ran to its results: state that steps advance."""
+
+    def load(self, payload: bytes, context: Any) -> None:
+        super().load(payload, context)
+        self.steps = context.device.to_device(np.zeros(1, np.float32))
+
+    def state(self) -> tuple[Any, ...]:
+        return (self.steps,)
+
+    def run(self, inputs: Any, outputs: Any, stream: Any) -> None:
+        super().run(inputs, outputs, stream)
+        with on(stream), cupy.cuda.using_allocator(self.pool.malloc):
+            steps = array(self.steps)
+            steps += 1
+            for buffer in outputs:
+                view = array(buffer)
+                view += steps
+        stream.declare(reads=[self.steps], writes=[self.steps])
 
 
 class OwnStream(Launched):

@@ -17,8 +17,10 @@ LAYERS = [
     {"engine", "pte"},
     {"device"},
     {"delegate", "aoti"},
+    {"stats"},
+    {"graph"},
     {"program"},
-    {"graph", "ordering", "lanes", "timeline"},
+    {"ordering", "lanes", "timeline"},
     {"doctor", "bench", "testing", "sdk"},
     {"cli"},
 ]

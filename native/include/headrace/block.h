@@ -2,7 +2,9 @@
 // work that still uses it, so it may be dropped and taken again with that work in flight.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -14,15 +16,48 @@ namespace headrace {
 
 class Ring;
 
-// Host functions may not call a device, yet a language run time may drop its objects inside one, since a
-// collector runs where it likes. `work` runs at once, or, from inside a host function, at the next
-// run_put_off(), which every call of a method and every binding begins with.
+// Host functions may not call a device, and a thread that captures may not free, yet a language run time may
+// drop its objects there, since a collector runs where it likes. `work` runs at once, or, from inside a host
+// function or a PutOffScope, at the next run_put_off() outside, which every call of a method and every
+// binding begins with.
 HEADRACE_API void put_off(std::function<void()> work);
 HEADRACE_API void run_put_off();
+
+// What put_off() is given by the calling thread waits for as long as it lives: around a capture.
+class HEADRACE_API PutOffScope {
+ public:
+  PutOffScope();
+  ~PutOffScope();
+  PutOffScope(const PutOffScope&) = delete;
+  PutOffScope& operator=(const PutOffScope&) = delete;
+  // Whether the calling thread is in one.
+  static bool active();
+};
+
+// The calling thread's captures, whoever began them, do not forbid calls while it lives: not even on objects
+// that have nothing to do with them would it be allowed to wait, allocate or free otherwise (measured).
+class HEADRACE_API RelaxedScope {
+ public:
+  explicit RelaxedScope(Device& device);
+  ~RelaxedScope();
+  RelaxedScope(const RelaxedScope&) = delete;
+  RelaxedScope& operator=(const RelaxedScope&) = delete;
+
+ private:
+  Device* device_;  // null: there is nothing to relax
+  CaptureMode former_ = CaptureMode::kGlobal;
+};
 
 // Waits until nothing on the stream is under way any more, also where a wait fails, so that memory may go.
 // What failed there is returned.
 HEADRACE_API Status drain(Device& device, StreamHandle stream);
+
+// Memory lent by a graph is right until the next replay writes there.
+struct Lease {
+  std::shared_ptr<const std::atomic<uint64_t>> replays;  // null: not lent
+  uint64_t number = 0;                                   // of the replay that wrote it
+  bool ended() const { return replays != nullptr && *replays != number; }
+};
 
 // Thread-safe. Ownership: a shared_ptr<Block> keeps the memory; the last one gives it back to its ring.
 class HEADRACE_API Block {
@@ -78,6 +113,7 @@ class HEADRACE_API Ring : public std::enable_shared_from_this<Ring> {
 
  private:
   void give(Block* block);
+  static void release(Block* block);
   static constexpr size_t kMaxWaiting = 16;  // a caller who keeps 1,000 outputs and drops them gets most back
   DeviceRef device_;
   mutable std::mutex mutex_;

@@ -186,6 +186,9 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
   // Whether work may be enqueued on the handle: a special handle, a live stream of this device, or (cuda) a
   // foreign stream of this device. kInput: it was destroyed or never was; kDevice: it is another device's.
   Status check_stream(StreamHandle stream) const;
+  // The partition that work on the stream stays in; null: none. kNotSupported (cuda): a green context of
+  // somebody else's, in which no stream can be made here.
+  Result<PartitionRef> partition_of(StreamHandle stream) const;
   // Waits for the work that is on the stream now. Returns what failed in it.
   Status synchronize(StreamHandle stream);
   // Waits for all work of the device. kCapture while any stream of it captures, in every mode: that capture
@@ -241,6 +244,7 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
   virtual Result<StreamHandle> do_create_stream(const StreamOptions& options) = 0;
   virtual Status do_destroy_stream(StreamHandle stream) = 0;
   virtual Status do_check_stream(StreamHandle stream) const = 0;
+  virtual Result<PartitionRef> do_partition_of(StreamHandle) const { return PartitionRef(); }
   virtual Status do_synchronize(StreamHandle stream) = 0;
   virtual Status do_synchronize() = 0;
   virtual Result<bool> do_query(StreamHandle stream) = 0;

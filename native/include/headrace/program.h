@@ -80,6 +80,7 @@ struct Value {
   DeviceRef device;
   // Owner of foreign memory; held until the work of the call is done.
   std::shared_ptr<void> keep;
+  Lease lease;  // of memory that a graph lends
 };
 
 // What a method takes or returns at one position.
@@ -104,7 +105,7 @@ struct IslandInfo {
 };
 
 struct MemoryUse {
-  std::string what;  // "program", "data", "planned", "outputs"
+  std::string what;  // "program", "data", "planned", "outputs", "graphs"
   std::string method;
   int instance = -1;
   std::string device;  // the name of the device it lies on, whatever the program was planned for
@@ -129,8 +130,59 @@ struct CallStats {
   int64_t repacked_bytes = 0;  // host inputs whose layout was not the program's and had to be rewritten
 };
 
+struct CaptureOptions {
+  // As those of a call: the graph is captured in the lane (partition) of that stream.
+  std::optional<StreamHandle> stream;
+  int32_t stream_device = -1;
+  // Graphs kept at most, for the most recently used shapes and lanes.
+  int keep = 4;
+};
+
+struct ReplayOptions {
+  std::optional<StreamHandle> stream;
+  int32_t stream_device = -1;
+  // Outputs on the device are the graph's own memory: no copy, and right until the next replay only.
+  bool borrow = false;
+};
+
+// What became of a graph's captures and replays.
+struct GraphStats {
+  int64_t captures = 0;
+  int64_t replays = 0;
+  int64_t eager = 0;                          // runs as ordinary calls, since a capture had failed
+  std::map<std::string, int64_t> recaptures;  // by what differed: "shapes", "partition", "delegates", "state"
+  int64_t evicted = 0;                        // graphs given up, for others or for good
+  int64_t kept = 0;                           // graphs now
+  size_t memory_nbytes = 0;                   // of their inputs and outputs, on the device
+  CallStats last, total;                      // as Method::stats(), over replays and captures
+};
+
 class ProgramCore;
 class MethodPool;
+class GraphSet;
+
+// A method captured as one CUDA graph over all its islands, whatever their delegates. Thread-safe: replays
+// run one after the other, and one after the other with calls of the same instance of the method.
+class HEADRACE_API MethodGraph {
+ public:
+  explicit MethodGraph(std::shared_ptr<GraphSet> set);
+  ~MethodGraph();
+  // As Method::run(): the same checks, the same outputs, the same rule about waiting; inputs may lie on the
+  // host or on the device whatever the capture saw. Inputs are copied to the graph's own memory in order on
+  // the stream of the call, the graph is launched there, outputs are copied from its memory. Shapes or a lane
+  // that no graph was captured for are captured now: that run counts as this replay.
+  //
+  // After a capture that failed all replays are ordinary calls. kProgram: the program was closed; kCapture:
+  // this graph was, a capture failed, or the stream captures (`step` says where).
+  Status replay(std::span<const Value> inputs, std::span<const Value> out, const ReplayOptions& options,
+                std::vector<Value>& outputs);
+  GraphStats stats() const;
+  // Gives its memory back behind the work in flight. kInput: from inside a call of the method.
+  Status close();
+
+ private:
+  std::shared_ptr<GraphSet> set_;
+};
 
 class HEADRACE_API Method {
  public:
@@ -154,6 +206,18 @@ class HEADRACE_API Method {
   Status run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
              std::vector<Value>& outputs);
 
+  // Runs the method once on `inputs` and captures it as one graph. `outputs` are those of that one step; what
+  // the method keeps between calls has advanced by one step. Waits for the device. Works as the very first
+  // call.
+  //
+  // kCapture, with `step`: it cannot be captured (nothing was run then: a kernel or delegate on the CPU, host
+  // memory in its middle, a branch, a delegate that says no, an allocation that no cache serves), or a step
+  // failed. After the latter everything is as it was before, and graphs are off for this method: its calls
+  // and the replays of its graphs run as ordinary calls. kInput, kDevice, kProgram as run(). What had failed
+  // on the stream before is returned as it is; nothing was captured then.
+  Result<std::shared_ptr<MethodGraph>> capture(std::span<const Value> inputs, const CaptureOptions& options,
+                                               std::vector<Value>& outputs);
+
  private:
   std::shared_ptr<MethodPool> pool_;
 };
@@ -173,9 +237,9 @@ class HEADRACE_API Program {
   // Null when there is no method of that name, or the program was closed.
   std::shared_ptr<Method> method(const std::string& name) const;
   std::vector<MemoryUse> memory() const;
-  // Waits for running calls, then gives everything back. Later calls of its methods are kProgram. What failed in
-  // work that nobody waited for is returned, and everything is closed.
-  // kInput: from inside a running call; kDevice: from inside a host function. Then nothing is closed.
+  // Waits for running calls, then gives everything back. Later calls of its methods are kProgram. What failed
+  // in work that nobody waited for is returned, and everything is closed. kInput: from inside a running call;
+  // kDevice: from inside a host function. Then nothing is closed.
   Status close();
 
  private:

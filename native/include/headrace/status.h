@@ -42,6 +42,7 @@ class [[nodiscard]] Status {
   std::string method;
   int island = -1;
   std::string device;
+  std::string step;  // kCapture: of a capture or a replay
   std::vector<std::string> log;
   // What a language run time wants back when it raises this: Python's exception. Opaque here.
   std::shared_ptr<void> cause;

@@ -83,5 +83,26 @@ class Delegate:
         raise NotImplementedError
 
     def capturable(self) -> bool | str:
-        """Whether `run` may be recorded into a graph: True, or the reason why not."""
+        """Whether `run` may be recorded into a graph (`Method.capture`): True, or the reason why not.
+
+        What `run` enqueues on its stream, or on streams that it forks from it and joins again, is recorded once and
+        done again at each replay, on the same memory. What `run` does in Python is done at the capture alone, and so
+        is a choice that it makes by the content of its inputs: say why not then. Memory that work uses must be there
+        already (make it in `load`, or in the first run) and stay. In a capture, waiting for the device fails.
+        """
         return True
+
+    def state(self) -> tuple[Any, ...]:
+        """The `Buffer`s that runs change and that are kept from run to run, such as a cache of keys and values.
+
+        A capture may run the method more than once; it puts their content back where a run must not count, and
+        where the capture fails. A graph is captured anew when they lie elsewhere. Other memory of the delegate's
+        need not be named.
+        """
+        return ()
+
+    @staticmethod
+    def stage() -> str:
+        """What the `run` that the calling thread is in is for: ``"call"``, ``"warm-up"`` (before a capture: what
+        may be allocated has to be, now) or ``"capture"``."""
+        return str(core.capture_stage())

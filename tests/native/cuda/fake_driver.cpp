@@ -352,6 +352,10 @@ ENTRY void fake_fail(const char* call, int64_t at, int code) {
   Lock lock(mutex);
   faults.push_back({call, at, code});
 }
+ENTRY void fake_forget_faults() {
+  Lock lock(mutex);
+  faults.clear();
+}
 ENTRY int64_t fake_calls(const char* call) {
   Lock lock(mutex);
   return calls[call];

@@ -1,0 +1,82 @@
+#include "python/call.h"
+
+#include "headrace/caller_stream.h"
+
+namespace headrace {
+
+CallArguments::CallArguments(const std::string& method, const std::vector<ValueInfo>& infos,
+                             size_t num_outputs, const DeviceRef& device, nb::tuple inputs, nb::handle on,
+                             nb::handle out) {
+  size_t count = inputs.size();
+  values.resize(count);
+  keep_.resize(count);
+  if (!on.is_none()) {
+    StreamChoice choice = to_stream(on, device, "stream");
+    stream = choice.handle;
+    stream_device = choice.device;
+  }
+  // The stream that the call will settle on; one of another device is refused there.
+  Reader reader{device, kPerThreadStream};
+  headrace_selection selected = headrace_get_selection();
+  int32_t owner = stream ? stream_device : selected.device;
+  if (owner == -1 || owner == device->id()) {
+    if (stream) {
+      reader.stream = *stream;
+    } else if (selected.selected) {
+      reader.stream = reinterpret_cast<StreamHandle>(selected.stream);
+    }
+  }
+  for (size_t i = 0; i < count; ++i) {
+    Value::Kind expected = i < infos.size() ? infos[i].kind : Value::Kind::kTensor;
+    values[i] = to_value(inputs[i], expected, keep_[i], method, "input", i, reader);
+  }
+  if (!out.is_none()) {
+    arrays_ = nb::steal(PySequence_Tuple(out.ptr()));
+    if (!arrays_.is_valid()) {
+      PyErr_Clear();
+      raise(Status(ErrorCode::kInput,
+                   method + ", out: expected a sequence of arrays, got " + Py_TYPE(out.ptr())->tp_name));
+    }
+    size_t given_count = nb::len(arrays_);
+    if (given_count != num_outputs) {
+      raise(Status(ErrorCode::kInput, method + ", out: expected " + std::to_string(num_outputs) +
+                                          " arrays, got " + std::to_string(given_count)));
+    }
+    keep_.resize(count + given_count);
+    for (size_t i = 0; i < given_count; ++i) {
+      given.push_back(to_out(arrays_[i], keep_[count + i], method, i, reader));
+    }
+  }
+  // Foreign device memory stays for as long as work of this call may read it.
+  for (size_t i = 0; i < count; ++i) {
+    if (values[i].device != nullptr && !values[i].block && keep_[i].is_valid())
+      values[i].keep = hold(keep_[i]);
+  }
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (given[i].device != nullptr && !given[i].block && keep_[count + i].is_valid())
+      given[i].keep = hold(keep_[count + i]);
+  }
+}
+
+nb::tuple CallArguments::results(std::vector<Value>& outputs) const {
+  nb::object result = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(outputs.size())));
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    bool callers = i < given.size() && given[i].kind != Value::Kind::kNone;
+    nb::object item = callers ? nb::object(arrays_[i]) : from_value(outputs[i]);
+    PyTuple_SET_ITEM(result.ptr(), static_cast<Py_ssize_t>(i), item.release().ptr());
+  }
+  return nb::borrow<nb::tuple>(result);
+}
+
+nb::dict describe_stats(const CallStats& s) {
+  nb::dict out;
+  out["bytes_to_device"] = s.bytes_to_device;
+  out["bytes_to_host"] = s.bytes_to_host;
+  out["synchronizations"] = s.synchronizations;
+  out["driver_allocations"] = s.driver_allocations;
+  out["driver_frees"] = s.driver_frees;
+  out["repacked_bytes"] = s.repacked_bytes;
+  return out;
+}
+
+}  // namespace headrace

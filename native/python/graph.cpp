@@ -1,0 +1,86 @@
+// headrace.Graph over MethodGraph.
+#include <nanobind/stl/map.h>
+
+#include "headrace/capture.h"
+#include "python/call.h"
+#include "python/gil.h"
+
+namespace headrace {
+
+namespace {
+
+// A graph, and what its arguments are converted by.
+struct PyGraph {
+  std::shared_ptr<Method> method;
+  std::shared_ptr<MethodGraph> graph;
+};
+
+CallArguments arguments(Method& method, nb::tuple inputs, nb::handle stream, nb::handle out) {
+  return CallArguments(method.name(), method.inputs(), method.outputs().size(), method.device(), inputs,
+                       stream, out);
+}
+
+nb::tuple capture(std::shared_ptr<Method> method, nb::tuple inputs, nb::object stream, int keep) {
+  CallArguments args = arguments(*method, inputs, stream, nb::none());
+  CaptureOptions options{args.stream, args.stream_device, keep};
+  std::vector<Value> outputs;
+  Result<std::shared_ptr<MethodGraph>> graph = Status();
+  {
+    GilRelease release;
+    graph = method->capture(args.values, options, outputs);
+  }
+  check(graph.status());
+  return nb::make_tuple(std::make_shared<PyGraph>(PyGraph{method, *graph}), args.results(outputs));
+}
+
+nb::tuple replay(PyGraph& self, nb::tuple inputs, nb::object stream, nb::object out, bool borrow) {
+  CallArguments args = arguments(*self.method, inputs, stream, out);
+  ReplayOptions options{args.stream, args.stream_device, borrow};
+  std::vector<Value> outputs;
+  Status status;
+  {
+    GilRelease release;
+    status = self.graph->replay(args.values, args.given, options, outputs);
+  }
+  check(status);
+  return args.results(outputs);
+}
+
+nb::dict stats(const PyGraph& self) {
+  GraphStats s = self.graph->stats();
+  nb::dict out;
+  out["captures"] = s.captures;
+  out["replays"] = s.replays;
+  out["eager"] = s.eager;
+  out["recaptures"] = s.recaptures;
+  out["evicted"] = s.evicted;
+  out["kept"] = s.kept;
+  out["memory_nbytes"] = s.memory_nbytes;
+  out["last"] = describe_stats(s.last);
+  out["total"] = describe_stats(s.total);
+  return out;
+}
+
+}  // namespace
+
+void bind_graphs(nb::module_& m) {
+  nb::class_<PyGraph>(m, "Graph")
+      .def("replay", &replay, nb::arg("inputs"), nb::arg("stream").none(), nb::arg("out").none(),
+           nb::arg("borrow"))
+      .def("stats", &stats)
+      .def("close", [](PyGraph& self) {
+        Status status;
+        {
+          GilRelease release;
+          status = self.graph->close();
+        }
+        check(status);
+      });
+  m.def("capture", &capture, nb::arg("method"), nb::arg("inputs"), nb::arg("stream").none(), nb::arg("keep"));
+  m.def("capture_stage", [] {
+    static constexpr const char* kStages[] = {"call", "warm-up", "capture"};
+    return kStages[static_cast<size_t>(capture_stage())];
+  });
+}
+
+}  // namespace headrace
