@@ -44,7 +44,7 @@ bool in_parallel_region() {
   return ask != nullptr && ask() != 0;
 }
 
-void on_check_failed(const char* message) {
+void on_check_failed(const char* message, bool may_throw) {
   if (!inside) {
     std::lock_guard lock(elsewhere_mutex);
     ++failures_elsewhere;
@@ -53,7 +53,7 @@ void on_check_failed(const char* message) {
   }
   if (failed_check.empty()) failed_check = message;
   // The library turns it into an error code, in its own frame.
-  if (!in_parallel_region()) throw std::runtime_error(message);
+  if (may_throw && !in_parallel_region()) throw std::runtime_error(message);
 }
 
 // The thread's arena is ours while this lives.
@@ -62,6 +62,7 @@ class Inside {
   explicit Inside(shims::Arena* arena) : former_(shims::exchange_arena(arena)), former_inside_(inside) {
     inside = true;
     failed_check.clear();
+    shims::begin_run();
   }
   ~Inside() {
     shims::exchange_arena(former_);

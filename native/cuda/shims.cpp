@@ -275,7 +275,9 @@ int32_t clone(const Tensor* from, bool preserve, Tensor** out) {
   return 0;
 }
 
-void (*on_check_failed)(const char*) = nullptr;
+void (*on_check_failed)(const char*, bool) = nullptr;
+// A team of this thread failed: the run that it belongs to starts no others.
+thread_local bool team_failed = false;
 
 }  // namespace
 
@@ -334,7 +336,10 @@ const char* take_error() {
   return taken;
 }
 
-void set_on_check_failed(void (*function)(const char* message)) { on_check_failed = function; }
+void set_on_check_failed(void (*function)(const char* message, bool may_throw)) {
+  on_check_failed = function;
+}
+void begin_run() { team_failed = false; }
 
 // ---- ends of threads
 
@@ -504,12 +509,16 @@ SHIM int __hra_thread_atexit(void (*end)(void*), void* object, void* library) {
 
 // GOMP_parallel and GOMP_barrier of libgomp, for libraries with checks of their own.
 SHIM void HRMP_parallel(void (*run)(void*), void* data, unsigned threads, unsigned flags) {
+  if (shims::team_failed) return;
   pthread_once(&shims::openmp_once, shims::find_openmp);
   shims::Team team{run, data};
   shims::openmp.parallel(shims::run_in_team, &team, threads, flags);
   if (!team.failed) return;
   std::memcpy(shims::error, team.message, sizeof shims::error);
-  if (shims::on_check_failed != nullptr) shims::on_check_failed(team.message);
+  // The compiler takes GOMP_parallel for a function that does not throw, so nothing may be thrown from here:
+  // the run goes on without its loops, and is told as failed when it ends.
+  shims::team_failed = true;
+  if (shims::on_check_failed != nullptr) shims::on_check_failed(team.message, false);
 }
 SHIM void HRMP_barrier() {
   if (shims::place != nullptr) {
@@ -553,7 +562,7 @@ SHIM void NAMED(check)(bool holds, const char* function, const char*, uint32_t l
   if (holds) return;
   (void)shims::fail("%s (%s, line %u)", message, function, line);
   if (shims::place != nullptr) shims::leave_region();
-  if (shims::on_check_failed != nullptr) shims::on_check_failed(shims::error);
+  if (shims::on_check_failed != nullptr) shims::on_check_failed(shims::error, true);
 }
 
 SHIM int32_t NAMED(empty_strided)(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype,

@@ -67,7 +67,11 @@ HEADRACE_API const char* take_error();
 
 // Called where a check inside a library's code fails ("index out of bounds"), on whichever thread it runs. It
 // may throw through the library, which turns exceptions of its serial code into errors. Set once.
-HEADRACE_API void set_on_check_failed(void (*function)(const char* message));
+// `may_throw`: whether an exception would reach a frame that expects one.
+HEADRACE_API void set_on_check_failed(void (*function)(const char* message, bool may_throw));
+// A run of a library begins on the calling thread. Once a team of threads has failed in it, it starts no
+// others.
+HEADRACE_API void begin_run();
 
 // Ends, for every thread, the objects that the library in this stretch of memory registered for the end of a
 // thread. No thread may be inside the library.

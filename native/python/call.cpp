@@ -15,7 +15,8 @@ CallArguments::CallArguments(const std::string& method, const std::vector<ValueI
     stream = choice.handle;
     stream_device = choice.device;
   }
-  // The stream that the call will settle on; one of another device is refused there.
+  // The stream that the call will settle on; one of another device is refused there. A selection is read here
+  // and given on: an argument's own code may select another one.
   Reader reader{device, kPerThreadStream};
   headrace_selection selected = headrace_get_selection();
   int32_t owner = stream ? stream_device : selected.device;
@@ -24,6 +25,10 @@ CallArguments::CallArguments(const std::string& method, const std::vector<ValueI
       reader.stream = *stream;
     } else if (selected.selected) {
       reader.stream = reinterpret_cast<StreamHandle>(selected.stream);
+      if (owner == device->id()) {
+        stream = reader.stream;
+        stream_device = owner;
+      }
     }
   }
   for (size_t i = 0; i < count; ++i) {

@@ -58,3 +58,9 @@ def mapped() -> int:
 
 def same_bits(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def exported() -> None:
+    """The programs are there before any test's own time limit runs."""
+    AOTI.ensure()

@@ -93,11 +93,6 @@ def test_a_steady_state_call_allocates_nothing_at_the_driver(device: Any) -> Non
         assert_right(program, results, program.calls[0])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Ends the process: the exporter's kernels start teams of threads, and HRMP_parallel throws into a function "
-    "whose table of calls (LSDA) lists none of GOMP_parallel, which the compiler takes for one that does not throw.",
-)
 @pytest.mark.parametrize("kind", ["cpu", "late"])
 def test_a_library_s_own_check_is_a_typed_error_and_the_next_call_is_right(kind: str) -> None:
     """OP3: an index outside the table is refused by the library; the message names island, delegate and check."""

@@ -176,7 +176,7 @@ static void checks() {
   std::string said;
   A(check)(true, "f", "file", 1, "holds");
   A(check)(false, "f", "file", 1, "nobody listens");
-  set_on_check_failed([](const char* message) { throw std::runtime_error(message); });
+  set_on_check_failed([](const char* message, bool) { throw std::runtime_error(message); });
   try {
     A(check)(false, "f", "file", 3, "index out of bounds");
   } catch (const std::exception& error) {
