@@ -63,4 +63,4 @@ def same_bits(a: Any, b: Any) -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def exported() -> None:
     """The programs are there before any test's own time limit runs."""
-    AOTI.ensure()
+    programs.AOTI.ensure()
