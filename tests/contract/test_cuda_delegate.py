@@ -191,7 +191,7 @@ def test_native_islands_and_python_ones_are_one_graph(name: str) -> None:
 
 def test_state_in_an_island_advances_once_for_capture_and_for_each_replay() -> None:
     """GR1, GR6: a cache that AOTInductor's library keeps; a capture that fails puts it back."""
-    program = golden("aoti_cache_kept")
+    program = golden("aoti_kept_state")
 
     def steps(run: Any, first: int, count: int) -> list[Any]:
         return [run(*program.inputs(k % len(program.calls))) for k in range(first, first + count)]
