@@ -1,8 +1,6 @@
 #include "cuda/delegate.h"
 
 #include <executorch/runtime/backend/interface.h>
-#include <executorch/runtime/core/exec_aten/util/tensor_util.h>
-#include <executorch/runtime/platform/log.h>
 
 #include <algorithm>
 #include <array>
@@ -14,13 +12,13 @@
 #include "headrace/capture.h"
 #include "headrace/program.h"
 #include "program/allocator.h"
+#include "program/backend.h"
 #include "program/islands.h"
 #include "program/text.h"
 
 namespace headrace {
 
 namespace et = executorch::runtime;
-using executorch::aten::SizesType;
 using executorch::aten::Tensor;
 
 namespace {
@@ -39,39 +37,7 @@ struct Loaded {
 using LoadedRef = std::shared_ptr<Loaded>;
 
 Status failure(const Loaded& loaded, const Status& why) {
-  std::string where = loaded.method;
-  if (loaded.instruction >= 0) where += ", instruction " + std::to_string(loaded.instruction);
-  Status status(why.code(), where + ", delegate '" + kName + "': " + why.message());
-  status.delegate = kName;
-  status.method = loaded.method;
-  status.island = loaded.instruction;
-  status.device = why.device;
-  return status;
-}
-
-// The engine carries a code; the Status goes beside it, for the frame that called the engine. Without such a
-// frame it goes to the engine's log.
-et::Error tell(const Status& status, et::Error code) {
-  const DeviceGuard* bound = DeviceGuard::current();
-  if (bound == nullptr || bound->call() == nullptr) {
-    ET_LOG(Error, "%s", status.message().c_str());
-  } else if (bound->call()->failure.ok()) {
-    bound->call()->failure = status;
-  }
-  return code;
-}
-
-TensorView view_of(const Tensor& t) {
-  TensorView view;
-  view.data = t.mutable_data_ptr();
-  view.dtype = static_cast<DType>(t.scalar_type());
-  view.ndim = static_cast<int>(t.dim());
-  auto width = static_cast<int64_t>(itemsize(view.dtype));
-  for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d) {
-    view.sizes[d] = t.sizes()[d];
-    view.strides_bytes[d] = t.strides()[d] * width;
-  }
-  return view;
+  return island_failure(loaded.method, loaded.instruction, kName, why);
 }
 
 bool on_device(const Tensor& t) {
@@ -310,7 +276,8 @@ class CudaBackend final : public et::BackendInterface {
       auto sizes = island.output_sizes(inputs);
       if (!sizes.ok()) return sizes.status();
       for (size_t k = 0; k < sizes->size(); ++k) {
-        if (Status status = resize(args[count + k]->toTensor(), k, (*sizes)[k]); !status.ok()) return status;
+        if (Status status = resize_output(args[count + k]->toTensor(), k, (*sizes)[k]); !status.ok())
+          return status;
       }
     }
     std::vector<Output> outputs;
@@ -349,7 +316,7 @@ class CudaBackend final : public et::BackendInterface {
       auto now = [&]() -> Status {
         ran = loaded->island->run(inputs, [&](size_t k, const TensorView& made) -> Result<Island::Target> {
           const Tensor& t = args[count + k]->toTensor();
-          Status status = resize(t, k, {made.sizes.data(), static_cast<size_t>(made.ndim)});
+          Status status = resize_output(t, k, {made.sizes.data(), static_cast<size_t>(made.ndim)});
           if (!status.ok()) return status;
           outputs[k] = output_of(t);
           return Island::Target{outputs[k].view, outputs[k].dim_order.data()};
@@ -367,26 +334,6 @@ class CudaBackend final : public et::BackendInterface {
     };
     return device.call(stream, std::move(work), std::move(accesses));
   }
-
-  static Status resize(const Tensor& t, size_t output, std::span<const int64_t> sizes) {
-    std::array<SizesType, kMaxDims> wanted;
-    bool same = sizes.size() == static_cast<size_t>(t.dim());
-    for (size_t d = 0; d < sizes.size() && d < kMaxDims; ++d) {
-      if (sizes[d] > INT32_MAX) same = false;
-      wanted[d] = static_cast<SizesType>(std::min<int64_t>(sizes[d], INT32_MAX));
-      same = same && wanted[d] == t.sizes()[d];
-    }
-    if (same) return {};
-    et::Error error = sizes.size() == static_cast<size_t>(t.dim())
-                          ? et::resize_tensor(t, {wanted.data(), sizes.size()})
-                          : et::Error::InvalidArgument;
-    if (error == et::Error::Ok) return {};
-    std::string got = "[";
-    for (size_t d = 0; d < sizes.size(); ++d) got += (d ? ", " : "") + std::to_string(sizes[d]);
-    return Status(ErrorCode::kDelegate, "output " + std::to_string(output) +
-                                            ": expected a shape within the plan's bounds, got " + got +
-                                            "], which the engine refuses: " + et::to_string(error));
-  }
 };
 
 }  // namespace
@@ -396,12 +343,7 @@ Status register_cuda_delegate() {
     if (Status ready = initialize(); !ready.ok()) return ready;
     // The engine never forgets a backend.
     static auto* backend = new CudaBackend();
-    et::Error error = et::register_backend({kCudaBackend.data(), backend});
-    if (error == et::Error::Ok) return {};
-    return Status(ErrorCode::kEngine, "delegate '" + kName +
-                                          "': expected a free slot among the engine's 16 delegates, "
-                                          "got " +
-                                          et::to_string(error) + "; define fewer names");
+    return register_delegate(kCudaBackend.data(), backend);
   }();
   return status;
 }

@@ -1,9 +1,10 @@
 #include "program/allocator.h"
 
 #include <executorch/runtime/core/device_allocator.h>
-#include <executorch/runtime/platform/log.h>
 
 #include <algorithm>
+
+#include "program/backend.h"
 
 namespace headrace {
 
@@ -21,9 +22,9 @@ class Allocator final : public et::DeviceAllocator {
  public:
   et::Result<void*> allocate(size_t nbytes, et::etensor::DeviceIndex index, size_t) override {
     auto bound = resolve(nullptr, index);
-    if (!bound.ok()) return failed(bound.status(), et::Error::NotFound);
+    if (!bound.ok()) return tell(bound.status(), et::Error::NotFound);
     auto data = (*bound).device->allocate(nbytes, (*bound).stream);
-    if (!data.ok()) return failed(data.status(), et::Error::MemoryAllocationFailed);
+    if (!data.ok()) return tell(data.status(), et::Error::MemoryAllocationFailed);
     return *data;
   }
 
@@ -38,13 +39,14 @@ class Allocator final : public et::DeviceAllocator {
   et::Error copy_host_to_device(void* to, const void* from, size_t nbytes,
                                 et::etensor::DeviceIndex index) override {
     auto bound = resolve(to, index);
-    if (!bound.ok()) return failed(bound.status(), et::Error::NotFound);
+    if (!bound.ok()) return tell(bound.status(), et::Error::NotFound);
     auto& [device, stream, call] = *bound;
     if (call != nullptr && call->staging != nullptr) {
       Status status = call->staging->to_device(to, from, nbytes, stream);
-      return status.ok() ? et::Error::Ok : failed(status);
+      return status.ok() ? et::Error::Ok : tell(std::move(status), et::Error::Internal);
     }
-    if (Status status = device->copy(to, from, nbytes, stream); !status.ok()) return failed(status);
+    if (Status status = device->copy(to, from, nbytes, stream); !status.ok())
+      return tell(std::move(status), et::Error::Internal);
     if (call == nullptr) return finish(*device, stream);
     (holds(call->host_inputs, from) ? call->staged_in : call->host_reads) = true;
     return et::Error::Ok;
@@ -53,13 +55,14 @@ class Allocator final : public et::DeviceAllocator {
   et::Error copy_device_to_host(void* to, const void* from, size_t nbytes,
                                 et::etensor::DeviceIndex index) override {
     auto bound = resolve(from, index);
-    if (!bound.ok()) return failed(bound.status(), et::Error::NotFound);
+    if (!bound.ok()) return tell(bound.status(), et::Error::NotFound);
     auto& [device, stream, call] = *bound;
     if (call != nullptr && call->staging != nullptr) {
       Status status = call->staging->to_host(to, from, nbytes, stream);
-      return status.ok() ? et::Error::Ok : failed(status);
+      return status.ok() ? et::Error::Ok : tell(std::move(status), et::Error::Internal);
     }
-    if (Status status = device->copy(to, from, nbytes, stream); !status.ok()) return failed(status);
+    if (Status status = device->copy(to, from, nbytes, stream); !status.ok())
+      return tell(std::move(status), et::Error::Internal);
     // An output is waited for once, at the end of the call. Anything else is read by the host next.
     if (call != nullptr && holds(call->host_outputs, to)) {
       call->staged_out = true;
@@ -88,17 +91,7 @@ class Allocator final : public et::DeviceAllocator {
 
   et::Error finish(Device& device, StreamHandle stream) {
     Status status = device.synchronize(stream);
-    return status.ok() ? et::Error::Ok : failed(status);
-  }
-
-  // The engine carries a code only; the Status goes beside it.
-  et::Error failed(const Status& status, et::Error error = et::Error::Internal) {
-    if (innermost != nullptr && innermost->call() != nullptr && innermost->call()->failure.ok()) {
-      innermost->call()->failure = status;
-    } else {
-      ET_LOG(Error, "%s", status.message().c_str());
-    }
-    return error;
+    return status.ok() ? et::Error::Ok : tell(std::move(status), et::Error::Internal);
   }
 };
 

@@ -68,4 +68,22 @@ std::string describe(const TensorView& view) {
   return out + "]";
 }
 
+void set_dense_strides(TensorView& view) {
+  auto step = static_cast<int64_t>(itemsize(view.dtype));
+  for (auto d = static_cast<size_t>(view.ndim); d-- > 0;) {
+    view.strides_bytes[d] = step;
+    step *= view.sizes[d];
+  }
+}
+
+bool is_dense(const TensorView& view) {
+  if (view.numel() == 0) return true;
+  TensorView dense = view;
+  set_dense_strides(dense);
+  for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d) {
+    if (view.sizes[d] != 1 && view.strides_bytes[d] != dense.strides_bytes[d]) return false;
+  }
+  return true;
+}
+
 }  // namespace headrace

@@ -287,11 +287,7 @@ size_t set_shape(TensorView& view, nb::handle shape, const char* where) {
                                           std::to_string(size) + " in dimension " + std::to_string(d)));
     }
   }
-  auto step = static_cast<int64_t>(itemsize(view.dtype));
-  for (size_t d = dims.size(); d-- > 0;) {
-    view.strides_bytes[d] = step;
-    step *= view.sizes[d];
-  }
+  set_dense_strides(view);
   return nbytes;
 }
 

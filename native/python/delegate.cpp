@@ -12,6 +12,7 @@
 #include "device/record.h"
 #include "headrace/capture.h"
 #include "program/allocator.h"
+#include "program/backend.h"
 #include "program/engine.h"
 #include "program/islands.h"
 #include "python/gil.h"
@@ -34,39 +35,8 @@ struct Loaded {
   std::vector<std::vector<executorch::aten::SizesType>> greatest;
 };
 
-TensorView view_of(const executorch::aten::Tensor& t) {
-  TensorView view;
-  view.data = t.mutable_data_ptr();
-  view.dtype = static_cast<DType>(t.scalar_type());
-  view.ndim = static_cast<int>(t.dim());
-  auto width = static_cast<int64_t>(itemsize(view.dtype));
-  for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d) {
-    view.sizes[d] = t.sizes()[d];
-    view.strides_bytes[d] = t.strides()[d] * width;
-  }
-  return view;
-}
-
-bool same_shape(const TensorView& view, const executorch::aten::Tensor& t) {
-  return std::equal(t.sizes().begin(), t.sizes().end(), view.sizes.begin(), view.sizes.begin() + view.ndim);
-}
-
-bool is_dense(const TensorView& view) {
-  auto step = static_cast<int64_t>(itemsize(view.dtype));
-  for (auto d = static_cast<size_t>(view.ndim); d-- > 0;) {
-    if (view.sizes[d] != 1 && view.strides_bytes[d] != step) return false;
-    step *= view.sizes[d];
-  }
-  return true;
-}
-
 Status failure(const Loaded& loaded, ErrorCode code, const std::string& what) {
-  Status status(code, loaded.method + ", instruction " + std::to_string(loaded.island) + ", delegate '" +
-                          loaded.name + "': " + what);
-  status.delegate = loaded.name;
-  status.method = loaded.method;
-  status.island = loaded.island;
-  return status;
+  return island_failure(loaded.method, loaded.island, loaded.name, Status(code, what));
 }
 
 // The Status of a Python exception; what the caller sees has it as its cause.
@@ -74,13 +44,6 @@ Status failure(const Loaded& loaded, const char* where, nb::python_error& error)
   Status status = failure(loaded, ErrorCode::kDelegate, std::string(where) + " raised " + text_of(error));
   status.cause = hold(nb::borrow(error.value()));
   return status;
-}
-
-// The engine carries a code; the Status goes beside it, for the frame that called the engine.
-void tell(Status status) {
-  const DeviceGuard* bound = DeviceGuard::current();
-  if (bound != nullptr && bound->call() != nullptr && bound->call()->failure.ok())
-    bound->call()->failure = std::move(status);
 }
 
 // A delegate of Python's, as captures ask it. It lives as long as what the engine has of it, or longer.
@@ -164,11 +127,10 @@ class PyBackend final : public et::BackendInterface {
     loaded->island = island ? island->instruction : -1;
     loaded->num_inputs = island ? island->num_inputs : -1;
     if (loaded->num_inputs < 0) {
-      tell(failure(*loaded, ErrorCode::kProgram,
-                   "expected to know where its inputs end, got a plan that does not say it; export it with "
-                   "the compile "
-                   "spec 'headrace.inputs'"));
-      return et::Error::InvalidProgram;
+      return tell(failure(*loaded, ErrorCode::kProgram,
+                          "expected to know where its inputs end, got a plan that does not say it; export it "
+                          "with the compile spec 'headrace.inputs'"),
+                  et::Error::InvalidProgram);
     }
     if (!load(*loaded, context, *payload, specs)) return et::Error::DelegateInvalidCompatibility;
     payload->Free();
@@ -179,16 +141,20 @@ class PyBackend final : public et::BackendInterface {
                     et::Span<et::EValue*> args) const override {
     auto& loaded = *reinterpret_cast<Loaded*>(handle);
     const DeviceGuard* bound = DeviceGuard::current();
-    if (bound == nullptr) return et::Error::InvalidState;
+    if (bound == nullptr) {
+      return tell(failure(loaded, ErrorCode::kDevice,
+                          "expected a thread bound to a device (headrace::DeviceGuard), got none"),
+                  et::Error::InvalidState);
+    }
     GilAcquire gil;
     try {
       return run(loaded, *bound, args);
     } catch (nb::python_error& e) {
-      tell(failure(loaded, "run()", e));
+      return tell(failure(loaded, "run()", e), et::Error::DelegateInvalidHandle);
     } catch (const std::exception& e) {
-      tell(failure(loaded, ErrorCode::kDelegate, std::string("run() failed: ") + e.what()));
+      return tell(failure(loaded, ErrorCode::kDelegate, std::string("run() failed: ") + e.what()),
+                  et::Error::DelegateInvalidHandle);
     }
-    return et::Error::DelegateInvalidHandle;
   }
 
   void destroy(et::DelegateHandle* handle) const override {
@@ -241,9 +207,10 @@ class PyBackend final : public et::BackendInterface {
       loaded.object = made.release().ptr();
       return true;
     } catch (nb::python_error& e) {
-      tell(failure(loaded, "load()", e));
+      (void)tell(failure(loaded, "load()", e), et::Error::Internal);
     } catch (const std::exception& e) {
-      tell(failure(loaded, ErrorCode::kDelegate, std::string("load() failed: ") + e.what()));
+      (void)tell(failure(loaded, ErrorCode::kDelegate, std::string("load() failed: ") + e.what()),
+                 et::Error::Internal);
     }
     return false;
   }
@@ -257,16 +224,16 @@ class PyBackend final : public et::BackendInterface {
       (host ? any_host : any_device) = true;
     }
     if (any_host && any_device) {
-      tell(failure(loaded, ErrorCode::kDelegate,
-                   "expected its tensors on one device, got some on cpu and some on " +
-                       bound.device()->name() + "; export it with one target_device"));
-      return et::Error::InvalidArgument;
+      return tell(failure(loaded, ErrorCode::kDelegate,
+                          "expected its tensors on one device, got some on cpu and some on " +
+                              bound.device()->name() + "; export it with one target_device"),
+                  et::Error::InvalidArgument);
     }
     if (loaded.requires_device && any_host) {
-      tell(failure(loaded, ErrorCode::kDelegate,
-                   "expected device memory, got host memory; export the program with "
-                   "target_device for this delegate"));
-      return et::Error::InvalidArgument;
+      return tell(failure(loaded, ErrorCode::kDelegate,
+                          "expected device memory, got host memory; export the program with "
+                          "target_device for this delegate"),
+                  et::Error::InvalidArgument);
     }
     // Work on host memory must be done before the engine's next instruction reads it.
     DeviceRef device = any_device ? bound.device() : cpu_device();
@@ -284,8 +251,13 @@ class PyBackend final : public et::BackendInterface {
       if (first) loaded.greatest[i].assign(t.sizes().begin(), t.sizes().end());
       const auto& sizes = loaded.greatest[i];
       if (std::equal(sizes.begin(), sizes.end(), t.sizes().begin())) continue;
-      if (et::Error error = et::resize_tensor(t, {sizes.data(), sizes.size()}); error != et::Error::Ok)
-        return error;
+      if (et::Error error = et::resize_tensor(t, {sizes.data(), sizes.size()}); error != et::Error::Ok) {
+        return tell(failure(loaded, ErrorCode::kDelegate,
+                            "output " + std::to_string(i - count) +
+                                ": expected to take its greatest size again, which the engine refuses: " +
+                                et::to_string(error)),
+                    error);
+      }
     }
     auto lease = std::make_shared<bool>(true);
     nb::object sides[2] = {
@@ -329,19 +301,10 @@ class PyBackend final : public et::BackendInterface {
     for (size_t i = count; i < args.size(); ++i) {
       if (!args[i]->isTensor()) continue;
       const TensorView& said = nb::cast<Buffer&>(sides[1][i - count]).view;
-      if (same_shape(said, args[i]->toTensor())) continue;
-      std::array<executorch::aten::SizesType, kMaxDims> sizes;
-      for (int d = 0; d < said.ndim; ++d)
-        sizes[static_cast<size_t>(d)] =
-            static_cast<executorch::aten::SizesType>(said.sizes[static_cast<size_t>(d)]);
-      et::Error error =
-          et::resize_tensor(args[i]->toTensor(), {sizes.data(), static_cast<size_t>(said.ndim)});
-      if (error == et::Error::Ok) continue;
-      tell(failure(loaded, ErrorCode::kDelegate,
-                   "output " + std::to_string(i - count) +
-                       ": expected a shape within the plan's bounds, got " + describe(said) +
-                       ", which the engine refuses: " + et::to_string(error)));
-      return error;
+      Status status =
+          resize_output(args[i]->toTensor(), i - count, {said.sizes.data(), static_cast<size_t>(said.ndim)});
+      if (status.ok()) continue;
+      return tell(failure(loaded, status.code(), status.message()), et::Error::InvalidArgument);
     }
     return et::Error::Ok;
   }
@@ -366,13 +329,10 @@ void define(const std::string& name, nb::object cls, bool payload_is_code) {
     auto* backend = new PyBackend(name);
     // The engine keeps the pointer to the name; the key of the map stays where it is.
     at = backends().emplace(name, backend).first;
-    et::Error error = et::register_backend({at->first.c_str(), backend});
-    if (error != et::Error::Ok) {
+    if (Status status = register_delegate(at->first.c_str(), backend); !status.ok()) {
       backends().erase(at);
       delete backend;
-      raise(Status(ErrorCode::kEngine, "delegate '" + name +
-                                           "': expected a free slot among the engine's 16 delegates, got " +
-                                           et::to_string(error) + "; define fewer names"));
+      raise(status);
     }
   }
   Py_XDECREF(std::exchange(at->second->cls, cls.release().ptr()));

@@ -140,16 +140,7 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
                      "got memory that a replay would not read again; copy it in load()"));
   }
   // Made dense by NumPy; host memory of any layout comes in.
-  auto dense = [](const TensorView& v) {
-    auto step = static_cast<int64_t>(itemsize(v.dtype));
-    for (int d = v.ndim - 1; d >= 0; --d) {
-      auto i = static_cast<size_t>(d);
-      if (v.sizes[i] != 1 && v.strides_bytes[i] != step) return false;
-      step *= v.sizes[i];
-    }
-    return true;
-  };
-  if (value.tensor.numel() != 0 && !dense(value.tensor)) {
+  if (!is_dense(value.tensor)) {
     if (value.device != nullptr) {
       raise(Status(ErrorCode::kInput, "Device.to_device: expected dense device memory, got a strided view"));
     }
@@ -164,11 +155,7 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
     fresh.device = self;
     fresh.view = value.tensor;
     fresh.view.device = {};
-    auto step = static_cast<int64_t>(itemsize(fresh.view.dtype));
-    for (int d = fresh.view.ndim - 1; d >= 0; --d) {
-      fresh.view.strides_bytes[static_cast<size_t>(d)] = step;
-      step *= fresh.view.sizes[static_cast<size_t>(d)];
-    }
+    set_dense_strides(fresh.view);
     fresh.block = unwrap(unlocked([&] { return self->ring->take(fresh.view.nbytes(), handle); }));
     fresh.view.data = fresh.block->data();
     result = nb::cast(std::move(fresh));
@@ -181,7 +168,7 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
   } else if (target->view.dtype != value.tensor.dtype || target->view.ndim != value.tensor.ndim ||
              !std::equal(value.tensor.sizes.begin(), value.tensor.sizes.begin() + value.tensor.ndim,
                          target->view.sizes.begin()) ||
-             !dense(target->view)) {
+             !is_dense(target->view)) {
     raise(Status(ErrorCode::kInput, "Device.to_device, out: expected a dense " + describe(value.tensor) +
                                         ", got " + describe(target->view)));
   } else {

@@ -152,6 +152,58 @@ def test_a_delegate_that_selects_another_stream_disturbs_nobody(
     assert found == [stream.handle] * 2 and headrace.current_stream() is None
 
 
+def test_a_selection_made_by_an_argument_does_not_change_the_call(sims: Devices, seen: list[Any]) -> None:
+    """SY3: the stream is read once, before an argument's own code runs, and is that of every copy, island and wait."""
+    program = golden("split_cuda")
+
+    class Selects:
+        """An array that selects a stream where it is read, and leaves it selected."""
+
+        def __init__(self, array: Any, block: Any) -> None:
+            self.array, self.block = array, block
+
+        def __dlpack_device__(self) -> Any:
+            return self.array.__dlpack_device__()
+
+        def __dlpack__(self, **how: Any) -> Any:
+            self.block.__enter__()
+            return self.array.__dlpack__()
+
+    for device in sims:
+        stream, other = device.stream(), device.stream()
+        block = headrace.caller_stream(other)
+        with program.load(device) as loaded, headrace.caller_stream(stream):
+            x, y = program.inputs()
+            seen.clear()
+            assert program.right(loaded["forward"](Selects(x, block), y))
+            assert {handle for handle, *_ in seen} == {stream.handle}, seen
+            block.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("how", ["argument", "selection"])
+def test_a_program_without_device_memory_passes_the_selection_on(how: str, sims: Devices) -> None:
+    """CS1, CS3: an argument and a selection are the same to a delegate that asks the thread."""
+    program, found = golden("split_host"), []
+
+    class Asks(delegates.OneCall):
+        def enqueue(self, inputs: Any, outputs: Any, stream: Any) -> None:
+            found.append(headrace.current_stream())
+            super().enqueue(inputs, outputs, stream)
+
+    delegates.install(Asks)
+    for device in sims:
+        stream = device.stream()
+        with program.load(device) as loaded:
+            if how == "argument":
+                assert program.right(loaded["forward"](*program.inputs(), stream=stream))
+            else:
+                with headrace.caller_stream(stream):
+                    assert program.right(loaded["forward"](*program.inputs()))
+        assert found and all(s == stream for s in found)
+        assert headrace.current_stream() is None
+        found.clear()
+
+
 def test_the_former_selection_is_back_after_a_failed_call(devices: Devices) -> None:
     """CS7: an island raises; the thread's selection is what it was."""
 

@@ -66,4 +66,9 @@ struct TensorView {
 // "float32[2, 80]".
 HEADRACE_API std::string describe(const TensorView& view);
 
+// Sets the strides of a dense tensor in C order, from sizes and dtype.
+HEADRACE_API void set_dense_strides(TensorView& view);
+// Whether it lies in memory so. Dimensions of size 1 and empty tensors fit any strides.
+HEADRACE_API bool is_dense(const TensorView& view);
+
 }  // namespace headrace
