@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import headrace
+from tests import programs
 
 from . import delegates
 from .conftest import Devices, golden
@@ -326,3 +327,21 @@ def test_a_failure_nobody_was_told_of_is_not_lost_with_the_program(
             gc.collect()
         with pytest.raises(headrace.DelegateError, match="in the middle"):
             out.numpy()
+
+
+@pytest.mark.parametrize("first", ["features", "score"])
+def test_close_closes_every_method_whatever_failed_in_one(first: str, late: Any) -> None:
+    """LT2, OP4: the failure is told, and nothing stays open; a second close() has nothing to say."""
+    program = programs.AOTI.load("two_methods")
+    inputs = {call.method: [v.data for v in call.inputs] for call in program.calls}
+    loaded = program.open(late)
+    for name in sorted(loaded, key=lambda n: n != first):
+        loaded[name](*inputs[name])
+    late.fail("synchronize_event")  # of the first method that is waited for
+    with pytest.raises(headrace.DeviceError, match="injected"):
+        loaded.close()
+    for name in loaded:
+        with pytest.raises(headrace.ProgramError, match="closed"):
+            loaded[name](*inputs[name])
+    loaded.close()
+    assert late.memory()["current_nbytes"] == 0
