@@ -99,28 +99,7 @@ struct Arena {
 
 namespace {
 
-size_t width(int32_t dtype) {
-  switch (static_cast<DType>(dtype)) {
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kBool:
-      return 1;
-    case DType::kInt16:
-    case DType::kUInt16:
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-    case DType::kInt32:
-    case DType::kUInt32:
-    case DType::kFloat32:
-      return 4;
-    case DType::kInt64:
-    case DType::kUInt64:
-    case DType::kFloat64:
-      return 8;
-  }
-  return 0;
-}
+size_t width(int32_t dtype) { return itemsize(static_cast<DType>(dtype)); }
 
 __attribute__((format(printf, 1, 2))) int32_t fail(const char* pattern, ...) {
   va_list arguments;

@@ -2,29 +2,6 @@
 
 namespace headrace {
 
-size_t itemsize(DType dtype) {
-  switch (dtype) {
-    case DType::kUInt8:
-    case DType::kInt8:
-    case DType::kBool:
-      return 1;
-    case DType::kInt16:
-    case DType::kUInt16:
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-    case DType::kInt32:
-    case DType::kUInt32:
-    case DType::kFloat32:
-      return 4;
-    case DType::kInt64:
-    case DType::kUInt64:
-    case DType::kFloat64:
-      return 8;
-  }
-  return 0;
-}
-
 std::string dtype_name(DType dtype) {
   switch (dtype) {
     case DType::kUInt8:

@@ -28,7 +28,28 @@ enum class DType : int8_t {
 };
 
 // Bytes of one element; 0 for a code that is none of the above.
-HEADRACE_API size_t itemsize(DType dtype);
+constexpr size_t itemsize(DType dtype) {
+  switch (dtype) {
+    case DType::kUInt8:
+    case DType::kInt8:
+    case DType::kBool:
+      return 1;
+    case DType::kInt16:
+    case DType::kUInt16:
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kInt32:
+    case DType::kUInt32:
+    case DType::kFloat32:
+      return 4;
+    case DType::kInt64:
+    case DType::kUInt64:
+    case DType::kFloat64:
+      return 8;
+  }
+  return 0;
+}
 // "float32", "bfloat16", …; "dtype 42" for a code that is none of the above.
 HEADRACE_API std::string dtype_name(DType dtype);
 
