@@ -169,10 +169,7 @@ Status GraphSet::run(std::span<const Value> inputs, std::span<const Value> out, 
   run_put_off();
   if (Status status = pool_->check_inputs(inputs); !status.ok()) return status;
   if (Status status = pool_->check_out(out); !status.ok()) return status;
-  CallOptions call;
-  call.stream = options.stream;
-  call.stream_device = options.stream_device;
-  auto settled = pool_->settle(call);
+  auto settled = pool_->settle(options);
   if (!settled.ok()) return settled.status();
   Replay how{*settled, nullptr, options.borrow};
   if (pool_->device()->backend() != Backend::kCpu) {

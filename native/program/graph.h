@@ -21,12 +21,6 @@ namespace headrace {
 
 class Instance;
 
-// Where a call runs, settled once and used for every copy, launch, wait and event of it.
-struct Settled {
-  StreamHandle stream = kPerThreadStream;
-  bool chosen = false;  // by the caller, by argument or selection: only then may the call return early
-};
-
 // What one capture or replay was asked for.
 struct Replay {
   Settled settled;

@@ -186,7 +186,8 @@ Status MethodPool::check_out(std::span<const Value> out) const {
   return {};
 }
 
-Result<Settled> MethodPool::settle(const CallOptions& options) const {
+Result<Settled> MethodPool::settle(const CallStream& options) const {
+  if (options.settled) return *options.settled;
   Settled settled;
   int32_t device = -1;
   if (options.stream) {
@@ -264,8 +265,7 @@ Result<std::shared_ptr<GraphSet>> MethodPool::capture(std::span<const Value> inp
   }
   auto set = std::make_shared<GraphSet>(shared_from_this(), instance, options.keep);
   ReplayOptions replay;
-  replay.stream = options.stream;
-  replay.stream_device = options.stream_device;
+  static_cast<CallStream&>(replay) = options;
   {
     // Before its first graph, so that close() finds it.
     std::lock_guard lock(mutex_);
@@ -351,6 +351,7 @@ const std::vector<ValueInfo>& Method::inputs() const { return pool_->inputs(); }
 const std::vector<ValueInfo>& Method::outputs() const { return pool_->outputs(); }
 const std::vector<IslandInfo>& Method::islands() const { return pool_->islands(); }
 const DeviceRef& Method::device() const { return pool_->device(); }
+Result<Settled> Method::settle(const CallStream& options) const { return pool_->settle(options); }
 int64_t Method::stats(CallStats* last, CallStats* total) const { return pool_->stats(last, total); }
 Status Method::run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
                    std::vector<Value>& outputs) {

@@ -43,6 +43,7 @@ class MethodPool : public std::enable_shared_from_this<MethodPool> {
   int64_t stats(CallStats* last, CallStats* total) const;
   void memory(std::vector<MemoryUse>& out) const;
 
+  Result<Settled> settle(const CallStream& options) const;
   Status run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
              std::vector<Value>& outputs);
   Result<std::shared_ptr<GraphSet>> capture(std::span<const Value> inputs, const CaptureOptions& options,
@@ -66,7 +67,6 @@ class MethodPool : public std::enable_shared_from_this<MethodPool> {
   Status graphs_off() const;
   // Returns `why`, and what to do about it.
   Status turn_graphs_off(Status why);
-  Result<Settled> settle(const CallOptions& options) const;
   Status check_inputs(std::span<const Value> inputs) const;
   Status check_out(std::span<const Value> out) const;
 

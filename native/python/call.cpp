@@ -1,55 +1,40 @@
 #include "python/call.h"
 
-#include "headrace/caller_stream.h"
-
 namespace headrace {
 
-CallArguments::CallArguments(const std::string& method, const std::vector<ValueInfo>& infos,
-                             size_t num_outputs, const DeviceRef& device, nb::tuple inputs, nb::handle on,
-                             nb::handle out) {
-  size_t count = inputs.size();
+CallArguments::CallArguments(const Method& method, nb::tuple inputs, nb::handle stream, nb::handle out) {
+  const auto& infos = method.inputs();
+  size_t count = inputs.size(), num_outputs = method.outputs().size();
   values.resize(count);
   keep_.resize(count);
-  if (!on.is_none()) {
-    StreamChoice choice = to_stream(on, device, "stream");
-    stream = choice.handle;
-    stream_device = choice.device;
+  if (!stream.is_none()) {
+    StreamChoice choice = to_stream(stream, method.device(), "stream");
+    on.stream = choice.handle;
+    on.stream_device = choice.device;
   }
-  // The stream that the call will settle on; one of another device is refused there. A selection is read here
-  // and given on: an argument's own code may select another one.
-  Reader reader{device, kPerThreadStream};
-  headrace_selection selected = headrace_get_selection();
-  int32_t owner = stream ? stream_device : selected.device;
-  if (owner == -1 || owner == device->id()) {
-    if (stream) {
-      reader.stream = *stream;
-    } else if (selected.selected) {
-      reader.stream = reinterpret_cast<StreamHandle>(selected.stream);
-      if (owner == device->id()) {
-        stream = reader.stream;
-        stream_device = owner;
-      }
-    }
-  }
+  auto settled = method.settle(on);
+  check(settled.status());
+  on.settled = *settled;
+  Reader reader{method.device(), settled->stream};
   for (size_t i = 0; i < count; ++i) {
     Value::Kind expected = i < infos.size() ? infos[i].kind : Value::Kind::kTensor;
-    values[i] = to_value(inputs[i], expected, keep_[i], method, "input", i, reader);
+    values[i] = to_value(inputs[i], expected, keep_[i], method.name(), "input", i, reader);
   }
   if (!out.is_none()) {
     arrays_ = nb::steal(PySequence_Tuple(out.ptr()));
     if (!arrays_.is_valid()) {
       PyErr_Clear();
-      raise(Status(ErrorCode::kInput,
-                   method + ", out: expected a sequence of arrays, got " + Py_TYPE(out.ptr())->tp_name));
+      raise(Status(ErrorCode::kInput, method.name() + ", out: expected a sequence of arrays, got " +
+                                          Py_TYPE(out.ptr())->tp_name));
     }
     size_t given_count = nb::len(arrays_);
     if (given_count != num_outputs) {
-      raise(Status(ErrorCode::kInput, method + ", out: expected " + std::to_string(num_outputs) +
+      raise(Status(ErrorCode::kInput, method.name() + ", out: expected " + std::to_string(num_outputs) +
                                           " arrays, got " + std::to_string(given_count)));
     }
     keep_.resize(count + given_count);
     for (size_t i = 0; i < given_count; ++i) {
-      given.push_back(to_out(arrays_[i], keep_[count + i], method, i, reader));
+      given.push_back(to_out(arrays_[i], keep_[count + i], method.name(), i, reader));
     }
   }
   // Foreign device memory stays for as long as work of this call may read it.

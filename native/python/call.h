@@ -1,7 +1,6 @@
 // The arguments of a call, a capture or a replay, between Python and the run time.
 #pragma once
 
-#include <optional>
 #include <vector>
 
 #include "headrace/program.h"
@@ -10,15 +9,15 @@
 namespace headrace {
 
 struct CallArguments {
-  // Raises InputError and DeviceError for what cannot be an argument. `out` may be None.
-  CallArguments(const std::string& method, const std::vector<ValueInfo>& infos, size_t num_outputs,
-                const DeviceRef& device, nb::tuple inputs, nb::handle stream, nb::handle out);
+  // Settles the stream first, since an argument's own code may select another. Raises InputError and
+  // DeviceError for what cannot be an argument, CaptureError for a stream that captures. `stream` and `out`
+  // may be None.
+  CallArguments(const Method& method, nb::tuple inputs, nb::handle stream, nb::handle out);
   // The outputs as Python's, the caller's own arrays where `out` gave them.
   nb::tuple results(std::vector<Value>& outputs) const;
 
   std::vector<Value> values, given;
-  std::optional<StreamHandle> stream;
-  int32_t stream_device = -1;
+  CallStream on;  // settled
 
  private:
   std::vector<nb::object> keep_;

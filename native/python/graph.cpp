@@ -15,14 +15,9 @@ struct PyGraph {
   std::shared_ptr<MethodGraph> graph;
 };
 
-CallArguments arguments(Method& method, nb::tuple inputs, nb::handle stream, nb::handle out) {
-  return CallArguments(method.name(), method.inputs(), method.outputs().size(), method.device(), inputs,
-                       stream, out);
-}
-
 nb::tuple capture(std::shared_ptr<Method> method, nb::tuple inputs, nb::object stream, int keep) {
-  CallArguments args = arguments(*method, inputs, stream, nb::none());
-  CaptureOptions options{args.stream, args.stream_device, keep};
+  CallArguments args(*method, inputs, stream, nb::none());
+  CaptureOptions options{args.on, keep};
   std::vector<Value> outputs;
   Result<std::shared_ptr<MethodGraph>> graph = Status();
   {
@@ -34,8 +29,8 @@ nb::tuple capture(std::shared_ptr<Method> method, nb::tuple inputs, nb::object s
 }
 
 nb::tuple replay(PyGraph& self, nb::tuple inputs, nb::object stream, nb::object out, bool borrow) {
-  CallArguments args = arguments(*self.method, inputs, stream, out);
-  ReplayOptions options{args.stream, args.stream_device, borrow};
+  CallArguments args(*self.method, inputs, stream, out);
+  ReplayOptions options{args.on, borrow};
   std::vector<Value> outputs;
   Status status;
   {

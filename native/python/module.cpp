@@ -79,9 +79,8 @@ nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object o
     raise(Status(ErrorCode::kInput,
                  method.name() + ", strict: expected a bool, got " + Py_TYPE(strict.ptr())->tp_name));
   }
-  CallArguments args(method.name(), method.inputs(), method.outputs().size(), method.device(), inputs, stream,
-                     out);
-  CallOptions options{args.stream, args.stream_device, strict.is(nb::bool_(true))};
+  CallArguments args(method, inputs, stream, out);
+  CallOptions options{args.on, strict.is(nb::bool_(true))};
   std::vector<Value> outputs;
   Status status;
   {

@@ -112,11 +112,23 @@ struct MemoryUse {
   size_t nbytes = 0;
 };
 
-struct CallOptions {
+// Where a call runs, settled once and used for every copy, launch, wait and event of it.
+struct Settled {
+  StreamHandle stream = kPerThreadStream;
+  bool chosen = false;  // by the caller, by argument or selection: only then may the call return early
+};
+
+struct CallStream {
   // The stream of this call, as if selected for it (caller_stream.h), and the Device::id() it belongs to (-1:
   // not said). Without it: the thread's selection, else the thread's own per-thread stream.
   std::optional<StreamHandle> stream;
   int32_t stream_device = -1;
+  // What Method::settle() made of them. Given, nothing is read again: for callers whose arguments run code of
+  // their own before the call does.
+  std::optional<Settled> settled;
+};
+
+struct CallOptions : CallStream {
   bool strict = false;  // kInput instead of staging an input between host and device
 };
 
@@ -130,17 +142,13 @@ struct CallStats {
   int64_t repacked_bytes = 0;  // host inputs whose layout was not the program's and had to be rewritten
 };
 
-struct CaptureOptions {
-  // As those of a call: the graph is captured in the lane (partition) of that stream.
-  std::optional<StreamHandle> stream;
-  int32_t stream_device = -1;
+// The graph is captured in the lane (partition) of the stream.
+struct CaptureOptions : CallStream {
   // Graphs kept at most, for the most recently used shapes and lanes.
   int keep = 4;
 };
 
-struct ReplayOptions {
-  std::optional<StreamHandle> stream;
-  int32_t stream_device = -1;
+struct ReplayOptions : CallStream {
   // Outputs on the device are the graph's own memory: no copy, and right until the next replay only.
   bool borrow = false;
 };
@@ -193,6 +201,9 @@ class HEADRACE_API Method {
   const std::vector<ValueInfo>& outputs() const;
   const std::vector<IslandInfo>& islands() const;
   const DeviceRef& device() const;
+  // The stream that a call with these options would run on now. kDevice: one of another device; kInput: no
+  // stream; kCapture: one that captures.
+  Result<Settled> settle(const CallStream& options) const;
   // Of the last call that ended, and the sum over all; returns how many there were.
   int64_t stats(CallStats* last, CallStats* total) const;
 
