@@ -2,12 +2,14 @@
 
 ::
 
-    python -m benchmarks [startup] [calls] [islands] [record] [--ours-python P] [--stock-python P] [--rounds N] [--check]
+    python -m benchmarks [startup] [calls] [islands] [record] [graphs] [--ours-python P] [--stock-python P] [--rounds N]
+        [--check]
 
 ``startup``: process start to first answer, import, resident memory; a fresh process each time.
 ``calls``: the cost of one call, from Python, inputs and outputs on the host.
 ``islands``: what an island costs, of ours alone: see ``islands.py``.
 ``record``: what `headrace.record()` adds to a call, of ours alone: see ``record.py``.
+``graphs``: a replay beside the driver and PyTorch, where a GPU is: see ``graphs.py``.
 
 The two runtimes run in turn, each in a process of its own, and in changing order. Of a startup the median
 over the rounds is reported, and the ratio of medians, ours to stock's. A call is measured in samples of 20 ms,
@@ -33,7 +35,7 @@ from typing import Any
 
 from tests import programs
 
-from . import islands, record
+from . import graphs, islands, record
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).resolve().parent / "worker.py"
@@ -45,6 +47,8 @@ CALL_PROGRAMS = ("add", "mlp_portable", "mlp_xnnpack", "cnn_portable", "cnn_xnnp
 # What the project promises: the greatest ratio of ours to stock's.
 GOALS = {"startup": {"answer_s": 1 / 20}, "calls": {"add": 1 / 2}}
 PARTS = (*GOALS, "islands")
+# Those that are measured in this process.
+HERE: dict[str, Any] = {"record": record, "graphs": graphs}
 
 
 def machine() -> dict[str, Any]:
@@ -218,26 +222,32 @@ def table(report: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "what", nargs="*", metavar="startup|calls|islands|record", help="all of them if none is named"
+        "what",
+        nargs="*",
+        metavar="startup|calls|islands|record|graphs",
+        help="all of them if none is named; graphs needs a GPU",
     )
     parser.add_argument("--ours-python", default=sys.executable, help="has headrace installed")
     parser.add_argument("--stock-python", default=sys.executable, help="has torch and executorch installed")
     parser.add_argument("--rounds", type=int, default=5, help="fresh processes of each runtime (5)")
     parser.add_argument("--check", action="store_true", help="end with status 1 where a goal is missed")
     arguments = parser.parse_args()
-    if unknown := set(arguments.what) - {*PARTS, "record"}:
-        parser.error(f"expected startup, calls, islands or record, got {', '.join(sorted(unknown))}")
+    if unknown := set(arguments.what) - {*PARTS, *HERE}:
+        parser.error(f"expected startup, calls, islands, record or graphs, got {', '.join(sorted(unknown))}")
     if arguments.rounds < 1:
         parser.error(f"--rounds: expected 1 or more, got {arguments.rounds}")
     pythons = {"ours": arguments.ours_python, "stock": arguments.stock_python}
     missed = False
-    for what in arguments.what or (*PARTS, "record"):
-        if what == "record":
-            results = record.measure(arguments.rounds)
-            over = any(result["ratio"] > record.GOAL for result in results.values())
-            goals = {"record": {"met": not over}}
+    for what in arguments.what or (*PARTS, *HERE):
+        if what == "graphs" and (why := graphs.available()):
+            print(f"graphs: not measured: {why}", flush=True)
+            missed |= what in arguments.what
+            continue
+        if part := HERE.get(what):
+            results = part.measure(arguments.rounds)
+            goals = {what: {"met": part.met(results)}}
             report = {**facts(what), "rounds": arguments.rounds, "results": results, "goals": goals}
-            text = record.table(results)
+            text = part.table(results)
         else:
             report = measure(what, pythons, arguments.rounds)
             text = table(report)

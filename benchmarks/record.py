@@ -18,7 +18,7 @@ import headrace
 from tests import programs
 from tests.programs import graph
 
-__all__ = ["GOAL", "measure", "table"]
+__all__ = ["GOAL", "measure", "met", "table"]
 
 GOAL = 2.0  # the greatest ratio of a recorded call to one that is not
 HOST = ("add", "mlp_portable", "mlp_xnnpack")
@@ -91,6 +91,10 @@ def measure(rounds: int) -> dict[str, Any]:
             "entries": entries,
         }
     return results
+
+
+def met(results: dict[str, Any]) -> bool:
+    return all(result["ratio"] <= GOAL for result in results.values())
 
 
 def table(results: dict[str, Any]) -> str:
