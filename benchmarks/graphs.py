@@ -69,7 +69,7 @@ def _driver(stream: Any, array: Any) -> tuple[Callable[[], Any], Any]:
     arrays = [first, *(kernels.cupy.empty_like(array) for _ in _Kept.islands)]
 
     def walk() -> None:
-        for graph, source, target in zip(_Kept.islands, arrays, arrays[1:], strict=True):
+        for graph, source, target in zip(_Kept.islands, arrays[:-1], arrays[1:], strict=True):
             kernels.launch(graph, [source], [target], taking, view=lambda x: x)
 
     with kernels.cupy.cuda.using_allocator(pool.malloc):

@@ -21,6 +21,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -160,8 +161,9 @@ class Collection:
         return there
 
     def names(self) -> list[str]:
-        """Every exported program."""
-        return list(_index(self))
+        """Every program of the collection, as its sources list them: asking exports nothing."""
+        text = "".join(source.read_text() for source in self.sources)
+        return re.findall(r"^@model\ndef (\w+)", text, re.MULTILINE)
 
     def load(self, name: str) -> Program:
         """The exported program called ``name``."""
@@ -198,7 +200,11 @@ AOTI = Collection(
 
 @functools.cache
 def _index(collection: Collection) -> dict[str, Any]:
-    return json.loads((collection.ensure() / "index.json").read_text())
+    index = json.loads((collection.ensure() / "index.json").read_text())
+    assert list(index) == collection.names(), (
+        f"{collection.module}: exported something else than its sources list"
+    )
+    return dict(index)
 
 
 def read_calls(path: Path) -> tuple[Call, ...]:
