@@ -80,8 +80,10 @@ Block::~Block() {
     (void)device_->free(data_, kPerThreadStream);
 }
 
-void Block::used(EventRef event, bool write) {
+void Block::used(EventRef event, bool write, const EventRef& behind) {
   std::lock_guard lock(mutex_);
+  // A buffer that call after call reads would otherwise carry an event of each that may still run.
+  if (behind) std::erase(readers_, behind);
   if (write) {
     lost_ = {};
     writer_ = std::move(event);
@@ -111,7 +113,7 @@ void Block::lost(const Status& status) {
   lost_ = status;
 }
 
-Status Block::order(StreamHandle stream, bool write) {
+Status Block::order(StreamHandle stream, bool write, const EventRef& behind) {
   if (device_ == nullptr) return {};
   if (PutOffScope::active()) {
     // An event from outside would break the capture (CAPTURE_ISOLATION); the host may wait for it.
@@ -122,6 +124,7 @@ Status Block::order(StreamHandle stream, bool write) {
     return {};
   }
   for (const EventRef& event : events(write)) {
+    if (event == behind) continue;
     if (Status status = device_->wait(stream, *event); !status.ok()) return status;
   }
   return {};
@@ -182,7 +185,7 @@ void Ring::close() {
   trim();
 }
 
-Result<BlockRef> Ring::take(size_t nbytes, StreamHandle stream) {
+Result<BlockRef> Ring::take(size_t nbytes, StreamHandle stream, const EventRef& behind) {
   size_t capacity = nbytes ? (nbytes + 63) / 64 * 64 : 64;
   if (capacity < nbytes)
     return Status(ErrorCode::kOutOfDeviceMemory, "expected a size that 64 bits can count, got more");
@@ -199,7 +202,7 @@ Result<BlockRef> Ring::take(size_t nbytes, StreamHandle stream) {
     }
   }
   if (block != nullptr) {
-    if (Status status = block->order(stream, true); !status.ok()) {
+    if (Status status = block->order(stream, true, behind); !status.ok()) {
       give(block);
       return status;
     }

@@ -83,6 +83,14 @@ Current::~Current() {
   if (pushed_) (void)driver_.CtxPopCurrent(&ours);
 }
 
+// Always a push: one that replaces what is on top, as cudaSetDevice does, is undone too.
+bool CudaDevice::do_enter_context() { return driver_.CtxPushCurrent(primary_) == cu::kSuccess; }
+
+void CudaDevice::do_leave_context() {
+  cu::Context ours = nullptr;
+  (void)driver_.CtxPopCurrent(&ours);
+}
+
 Relaxed::Relaxed(const cu::Driver& driver) : driver_(driver) {
   if (driver_.ThreadExchangeStreamCaptureMode(&mode_) != cu::kSuccess) mode_ = cu::kCaptureRelaxed;
 }

@@ -202,6 +202,8 @@ class CudaDevice final : public Device {
   Result<GraphExecRef> do_instantiate(Graph& graph) override;
   Status do_upload(GraphExec& exec, StreamHandle stream) override;
   Status do_launch(GraphExec& exec, StreamHandle stream) override;
+  bool do_enter_context() override;
+  void do_leave_context() override;
   SmLimits do_sm_limits() const override;
   Result<std::vector<PartitionRef>> do_split(std::span<const int> sms) override;
 

@@ -1,7 +1,9 @@
 #include "headrace/device.h"
 
 #include <atomic>
+#include <memory>
 
+#include "device/faults.h"
 #include "device/record.h"
 #include "device/refusal.h"
 #include "device/registry.h"
@@ -19,29 +21,34 @@ std::atomic<uint64_t> next_object{1};
 
 StreamHandle normal(StreamHandle stream) { return stream == 0 ? kLegacyStream : stream; }
 
-Status outside(const Device& device, const char* operation) {
+}  // namespace
+
+Status Device::outside(const char* operation) const {
   if (!in_host_function()) return {};
   return refusal(
-      ErrorCode::kDevice, device.name(), operation,
+      ErrorCode::kDevice, name(), operation,
       "a call from outside every host function (CUDA: cuLaunchHostFunc, \"the host function must not "
       "make any CUDA API calls\")",
       "one from inside a host function", "enqueue it, or do it after the wait");
 }
 
-Status ours(const Device& device, const char* operation, const char* noun, const DeviceObject& object) {
-  if (Status status = outside(device, operation); !status.ok()) return status;
-  if (object.device_id() == device.id()) return {};
-  return refusal(ErrorCode::kDevice, device.name(), operation, noun + (" of " + device.name()),
-                 "one of " + object.device_name(), "use the device that made it");
+Status Device::enter(const char* operation) {
+  if (Status status = outside(operation); !status.ok()) return status;
+  Faults* faults = faults_.load(std::memory_order_acquire);
+  return faults == nullptr ? Status() : faults->begin(operation);
 }
 
-}  // namespace
+Status Device::enter(const char* operation, const char* noun, const DeviceObject& object) {
+  if (Status status = outside(operation); !status.ok()) return status;
+  if (object.device_id() != id())
+    return refusal(ErrorCode::kDevice, name(), operation, noun + (" of " + name()),
+                   "one of " + object.device_name(), "use the device that made it");
+  return enter(operation);
+}
 
-// What every entry point does first.
-#define HEADRACE_OUTSIDE(operation) \
-  if (Status refused = outside(*this, operation); !refused.ok()) return refused
-#define HEADRACE_OURS(operation, noun, object) \
-  if (Status refused = ours(*this, operation, noun, object); !refused.ok()) return refused
+// What every entry point does first: HEADRACE_ENTER("launch", "an executable graph", exec).
+#define HEADRACE_ENTER(...) \
+  if (Status refused = enter(__VA_ARGS__); !refused.ok()) return refused
 
 ThreadCounts& thread_counts() {
   static thread_local ThreadCounts counts;
@@ -58,15 +65,30 @@ Device::Device(std::string name, Backend backend, int ordinal)
       ordinal_(ordinal),
       id_(backend == Backend::kCuda ? ordinal : next_id++) {
   remember_device_name(id_, name_);
+  if (backend == Backend::kSim) (void)faults();
 }
 
 Device::~Device() {
+  delete faults_.load();
   forget_device(this);
   record::forget_streams(id_);
 }
 
+Faults& Device::faults() {
+  Faults* there = faults_.load(std::memory_order_acquire);
+  if (there != nullptr) return *there;
+  auto made = std::make_unique<Faults>(name_);
+  return faults_.compare_exchange_strong(there, made.get()) ? *made.release() : *there;
+}
+
+Status Device::inject(const Fault& fault) { return faults().inject(fault); }
+
+void Device::clear_faults() { faults().clear(); }
+
+int64_t Device::calls(const std::string& operation) { return faults().count(operation); }
+
 Result<void*> Device::allocate(size_t nbytes, StreamHandle stream) {
-  HEADRACE_OUTSIDE("allocate");
+  HEADRACE_ENTER("allocate");
   auto data = do_allocate(nbytes, normal(stream));
   if (data.ok()) {
     remember_allocation(*data, nbytes, this);
@@ -78,7 +100,7 @@ Result<void*> Device::allocate(size_t nbytes, StreamHandle stream) {
 }
 
 Status Device::free(void* data, StreamHandle stream) {
-  HEADRACE_OUTSIDE("free");
+  HEADRACE_ENTER("free");
   // Forgotten first: another thread may be given the same address as soon as do_free() has let it go.
   auto nbytes = forget_allocation(data, this);
   Operation recorded(*this, Kind::kFree, stream, 0, {touch(data, nbytes.value_or(0), true)});
@@ -92,13 +114,13 @@ Status Device::free(void* data, StreamHandle stream) {
 }
 
 Status Device::copy(void* to, const void* from, size_t nbytes, StreamHandle stream) {
-  HEADRACE_OUTSIDE("copy");
+  HEADRACE_ENTER("copy");
   Operation recorded(*this, Kind::kCopy, stream, 0, {touch(from, nbytes, false), touch(to, nbytes, true)});
   return recorded.end(do_copy(to, from, nbytes, normal(stream)));
 }
 
 Status Device::fill(void* to, uint8_t byte, size_t nbytes, StreamHandle stream) {
-  HEADRACE_OUTSIDE("fill");
+  HEADRACE_ENTER("fill");
   return Operation(*this, Kind::kFill, stream, 0, {touch(to, nbytes, true)})
       .end(do_fill(to, byte, nbytes, normal(stream)));
 }
@@ -107,13 +129,16 @@ PointerInfo Device::where(const void* address) const { return do_where(address);
 MemoryCounts Device::memory() const { return do_memory(); }
 
 Status Device::trim() {
-  HEADRACE_OUTSIDE("trim");
+  if (Status refused = outside("trim"); !refused.ok()) return refused;
   return do_trim();
 }
 
 Result<StreamHandle> Device::create_stream(const StreamOptions& options) {
-  HEADRACE_OUTSIDE("create_stream");
-  if (options.partition) HEADRACE_OURS("create_stream", "a partition", *options.partition);
+  if (options.partition) {
+    HEADRACE_ENTER("create_stream", "a partition", *options.partition);
+  } else {
+    HEADRACE_ENTER("create_stream");
+  }
   auto stream = do_create_stream(options);
   if (stream.ok()) {
     record::remember_stream(*this, *stream, options.blocking,
@@ -123,7 +148,7 @@ Result<StreamHandle> Device::create_stream(const StreamOptions& options) {
 }
 
 Status Device::destroy_stream(StreamHandle stream) {
-  HEADRACE_OUTSIDE("destroy_stream");
+  HEADRACE_ENTER("destroy_stream");
   record::StreamInfo known = record::forget_stream(*this, normal(stream));
   Status status = do_destroy_stream(normal(stream));
   if (!status.ok()) record::remember_stream(std::move(known));
@@ -131,12 +156,12 @@ Status Device::destroy_stream(StreamHandle stream) {
 }
 
 Status Device::check_stream(StreamHandle stream) const {
-  HEADRACE_OUTSIDE("check_stream");
+  if (Status refused = outside("check_stream"); !refused.ok()) return refused;
   return do_check_stream(normal(stream));
 }
 
 Result<PartitionRef> Device::partition_of(StreamHandle stream) const {
-  HEADRACE_OUTSIDE("partition_of");
+  if (Status refused = outside("partition_of"); !refused.ok()) return refused;
   return do_partition_of(normal(stream));
 }
 
@@ -165,27 +190,27 @@ class WaitScope {
 void set_wait_hooks(WaitHooks hooks) { wait_hooks = hooks; }
 
 Status Device::synchronize(StreamHandle stream) {
-  HEADRACE_OUTSIDE("synchronize_stream");
+  HEADRACE_ENTER("synchronize_stream");
   WaitScope waiting;
   record::Wait recorded(*this, Kind::kSynchronizeStream, stream);
   return recorded.end(do_synchronize(normal(stream)));
 }
 
 Status Device::synchronize() {
-  HEADRACE_OUTSIDE("synchronize_device");
+  HEADRACE_ENTER("synchronize_device");
   WaitScope waiting;
   record::Wait recorded(*this, Kind::kSynchronizeDevice, kLegacyStream);
   return recorded.end(do_synchronize());
 }
 
 Result<bool> Device::query(StreamHandle stream) {
-  HEADRACE_OUTSIDE("query_stream");
+  HEADRACE_ENTER("query_stream");
   record::Wait recorded(*this, Kind::kQueryStream, stream);
   return recorded.end(do_query(normal(stream)));
 }
 
 Status Device::call(StreamHandle stream, HostFunction function, std::vector<Access> accesses) {
-  HEADRACE_OUTSIDE("call");
+  HEADRACE_ENTER("call");
   if (!function)
     return refusal(ErrorCode::kInput, name_, "call", "a function to run", "an empty one", "give it one");
   Operation recorded(*this, stream, accesses);
@@ -193,50 +218,55 @@ Status Device::call(StreamHandle stream, HostFunction function, std::vector<Acce
 }
 
 Result<EventRef> Device::create_event(bool timing) {
-  HEADRACE_OUTSIDE("create_event");
+  HEADRACE_ENTER("create_event");
   return do_create_event(timing);
 }
 
 Status Device::record(Event& event, StreamHandle stream) {
-  HEADRACE_OURS("record", "an event", event);
+  HEADRACE_ENTER("record", "an event", event);
   Operation recorded(*this, Kind::kRecord, stream, event.number());
   return recorded.end(do_record(event, normal(stream)));
 }
 
 Status Device::wait(StreamHandle stream, Event& event) {
-  HEADRACE_OURS("wait", "an event", event);
+  HEADRACE_ENTER("wait", "an event", event);
   Operation recorded(*this, Kind::kWait, stream, event.number());
   return recorded.end(do_wait(normal(stream), event));
 }
 
 Status Device::synchronize(Event& event) {
-  HEADRACE_OURS("synchronize_event", "an event", event);
+  HEADRACE_ENTER("synchronize_event", "an event", event);
   WaitScope waiting;
   record::Wait recorded(*this, Kind::kSynchronizeEvent, kLegacyStream, event.number());
   return recorded.end(do_synchronize(event));
 }
 
 Result<bool> Device::query(Event& event) {
-  HEADRACE_OURS("query_event", "an event", event);
+  HEADRACE_ENTER("query_event", "an event", event);
   record::Wait recorded(*this, Kind::kQueryEvent, kLegacyStream, event.number());
   return recorded.end(do_query(event));
 }
 
 Result<double> Device::elapsed_ms(Event& from, Event& to) {
-  HEADRACE_OURS("elapsed_ms", "an event", from);
-  HEADRACE_OURS("elapsed_ms", "an event", to);
+  for (Event* event : {&from, &to}) {
+    if (event->device_id() != id()) HEADRACE_ENTER("elapsed_ms", "an event", *event);
+  }
+  HEADRACE_ENTER("elapsed_ms");
   return do_elapsed_ms(from, to);
 }
 
 Status Device::begin_capture(StreamHandle stream, CaptureMode mode) {
-  HEADRACE_OUTSIDE("begin_capture");
+  HEADRACE_ENTER("begin_capture");
   Operation recorded(*this, Kind::kBeginCapture, stream);
   return recorded.end(do_begin_capture(normal(stream), mode));
 }
 
 Result<GraphRef> Device::end_capture(StreamHandle stream) {
-  HEADRACE_OUTSIDE("end_capture");
-  auto graph = do_end_capture(normal(stream));
+  Status entered = enter("end_capture");
+  if (!entered.ok() && in_host_function()) return entered;
+  Result<GraphRef> graph = do_end_capture(normal(stream));
+  // Ended all the same: that is this call's promise.
+  if (!entered.ok()) graph = std::move(entered);
   if (record::recording()) {
     uint64_t number = graph.ok() ? (*graph)->number() : 0;
     (void)record::add(this, Kind::kEndCapture, stream, number, {});
@@ -244,15 +274,22 @@ Result<GraphRef> Device::end_capture(StreamHandle stream) {
   return graph;
 }
 
+ContextScope::ContextScope(Device& device)
+    : entered_(!in_host_function() && device.do_enter_context() ? &device : nullptr) {}
+
+ContextScope::~ContextScope() {
+  if (entered_ != nullptr) entered_->do_leave_context();
+}
+
 Result<CaptureStatus> Device::capture_status(StreamHandle stream) {
-  HEADRACE_OUTSIDE("capture_status");
+  HEADRACE_ENTER("capture_status");
   return do_capture_status(normal(stream));
 }
 
 CaptureMode Device::exchange_capture_mode(CaptureMode mode) { return do_exchange_capture_mode(mode); }
 
 Result<GraphExecRef> Device::instantiate(Graph& graph) {
-  HEADRACE_OURS("instantiate", "a graph", graph);
+  HEADRACE_ENTER("instantiate", "a graph", graph);
   auto exec = do_instantiate(graph);
   if (exec.ok() && record::recording())
     (void)record::add(this, Kind::kInstantiate, kLegacyStream, (*exec)->number(), {}, graph.number());
@@ -260,12 +297,12 @@ Result<GraphExecRef> Device::instantiate(Graph& graph) {
 }
 
 Status Device::upload(GraphExec& exec, StreamHandle stream) {
-  HEADRACE_OURS("upload", "an executable graph", exec);
+  HEADRACE_ENTER("upload", "an executable graph", exec);
   return do_upload(exec, normal(stream));
 }
 
 Status Device::launch(GraphExec& exec, StreamHandle stream) {
-  HEADRACE_OURS("launch", "an executable graph", exec);
+  HEADRACE_ENTER("launch", "an executable graph", exec);
   Operation recorded(*this, Kind::kLaunch, stream, exec.number());
   return recorded.end(do_launch(exec, normal(stream)));
 }
@@ -273,7 +310,7 @@ Status Device::launch(GraphExec& exec, StreamHandle stream) {
 SmLimits Device::sm_limits() const { return do_sm_limits(); }
 
 Result<std::vector<PartitionRef>> Device::split(std::span<const int> sms) {
-  HEADRACE_OUTSIDE("split");
+  HEADRACE_ENTER("split");
   for (int sm_count : sms) {
     if (sm_count < 1)
       return refusal(ErrorCode::kInput, name_, "split", "sizes of at least 1 SM", std::to_string(sm_count),

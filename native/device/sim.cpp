@@ -39,24 +39,15 @@ Sim::~Sim() {
 
 // ---- calls, faults and delays
 
-Status Sim::inject(SimFault fault) {
-  std::lock_guard lock(mutex_);
-  return calls_.inject(fault);
-}
-
 Status Sim::delay(const std::string& operation, int64_t at) {
   std::lock_guard lock(mutex_);
   return calls_.delay(operation, at);
 }
 
 void Sim::clear_faults() {
+  Device::clear_faults();
   std::lock_guard lock(mutex_);
-  calls_.clear_faults();
-}
-
-int64_t Sim::calls(const std::string& operation) const {
-  std::lock_guard lock(mutex_);
-  return calls_.count(operation);
+  calls_.clear_delays();
 }
 
 int64_t Sim::pending() const {
@@ -69,7 +60,7 @@ std::vector<std::pair<int, std::string>> Sim::submissions() const {
   return calls_.submissions();
 }
 
-Status Sim::begin(const char* operation) { return calls_.begin(operation, this_thread()); }
+void Sim::note(const char* operation) { calls_.note(operation, this_thread()); }
 
 PartitionRef Sim::current_partition() const { return schedule_.current_partition(); }
 
@@ -131,7 +122,7 @@ Status Sim::check_accesses(const char* operation, Action& action) const {
 
 Result<void*> Sim::do_allocate(size_t nbytes, StreamHandle handle) {
   Guard guard(mutex_);
-  if (Status status = begin("allocate"); !status.ok()) return status;
+  note("allocate");
   auto stream = stream_for("allocate", handle);
   if (!stream.ok()) return stream.status();
   if (Status status =
@@ -153,7 +144,7 @@ Result<void*> Sim::do_allocate(size_t nbytes, StreamHandle handle) {
 
 Status Sim::do_free(void* data, StreamHandle handle) {
   Guard guard(mutex_);
-  if (Status status = begin("free"); !status.ok()) return status;
+  note("free");
   auto stream = stream_for("free", handle);
   if (!stream.ok()) return stream.status();
   if (Status status = captures_.check_outside(
@@ -174,7 +165,7 @@ Status Sim::do_free(void* data, StreamHandle handle) {
 
 Status Sim::do_copy(void* to, const void* from, size_t nbytes, StreamHandle handle) {
   Guard guard(mutex_);
-  if (Status status = begin("copy"); !status.ok()) return status;
+  note("copy");
   auto stream = stream_for("copy", handle);
   if (!stream.ok()) return stream.status();
   Action action{.kind = OpKind::kCopy, .to = to, .from = from, .nbytes = nbytes};
@@ -196,7 +187,7 @@ Status Sim::do_copy(void* to, const void* from, size_t nbytes, StreamHandle hand
 
 Status Sim::do_fill(void* to, uint8_t byte, size_t nbytes, StreamHandle handle) {
   Guard guard(mutex_);
-  if (Status status = begin("fill"); !status.ok()) return status;
+  note("fill");
   auto stream = stream_for("fill", handle);
   if (!stream.ok()) return stream.status();
   Action action{.kind = OpKind::kFill, .to = to, .nbytes = nbytes, .byte = byte};
@@ -219,7 +210,7 @@ MemoryCounts Sim::do_memory() const {
 
 Result<StreamHandle> Sim::do_create_stream(const StreamOptions& options) {
   Guard guard(mutex_);
-  if (Status status = begin("create_stream"); !status.ok()) return status;
+  note("create_stream");
   if (options.partition && options.partition->closed())
     return refusal(ErrorCode::kInput, name(), "create_stream", "an open partition", "a closed one",
                    "make the stream before closing it");
@@ -233,7 +224,7 @@ Result<StreamHandle> Sim::do_create_stream(const StreamOptions& options) {
 
 Status Sim::do_destroy_stream(StreamHandle handle) {
   Guard guard(mutex_);
-  if (Status status = begin("destroy_stream"); !status.ok()) return status;
+  note("destroy_stream");
   auto stream = streams_.find("destroy_stream", handle, this_thread());
   if (!stream.ok()) return stream.status();
   if (handle == kLegacyStream || handle == kPerThreadStream)
@@ -257,7 +248,7 @@ Result<PartitionRef> Sim::do_partition_of(StreamHandle handle) const {
 
 Status Sim::do_synchronize(StreamHandle handle) {
   Guard guard(mutex_);
-  if (Status status = begin("synchronize_stream"); !status.ok()) return status;
+  note("synchronize_stream");
   auto stream = stream_for("synchronize_stream", handle);
   if (!stream.ok()) return stream.status();
   if (Status status = captures_.check_waiting("synchronize_stream", **stream); !status.ok()) return status;
@@ -271,7 +262,7 @@ Status Sim::do_synchronize(StreamHandle handle) {
 
 Status Sim::do_synchronize() {
   Guard guard(mutex_);
-  if (Status status = begin("synchronize_device"); !status.ok()) return status;
+  note("synchronize_device");
   if (Status status = captures_.check_device_wide("synchronize_device"); !status.ok()) return status;
   schedule_.demand(guard, schedule_.everything());
   return schedule_.tell_all();
@@ -279,7 +270,7 @@ Status Sim::do_synchronize() {
 
 Result<bool> Sim::do_query(StreamHandle handle) {
   Guard guard(mutex_);
-  if (Status status = begin("query_stream"); !status.ok()) return status;
+  note("query_stream");
   auto stream = stream_for("query_stream", handle);
   if (!stream.ok()) return stream.status();
   if (Status status = captures_.check_waiting("query_stream", **stream); !status.ok()) return status;
@@ -295,7 +286,7 @@ Status Sim::do_call(StreamHandle handle, HostFunction function, std::vector<Acce
   action.function = std::move(function);
   action.accesses = std::move(accesses);
   auto check = [&]() -> Result<Stream*> {
-    if (Status status = begin("call"); !status.ok()) return status;
+    note("call");
     auto stream = stream_for("call", handle);
     if (!stream.ok()) return stream;
     if (Status status = check_accesses("call", action); !status.ok()) return status;
@@ -313,13 +304,13 @@ Status Sim::do_call(StreamHandle handle, HostFunction function, std::vector<Acce
 
 Result<EventRef> Sim::do_create_event(bool timing) {
   Guard guard(mutex_);
-  if (Status status = begin("create_event"); !status.ok()) return status;
+  note("create_event");
   return EventRef(std::make_shared<SimEvent>(*this, timing));
 }
 
 Status Sim::do_record(Event& event, StreamHandle handle) {
   Guard guard(mutex_);
-  if (Status status = begin("record"); !status.ok()) return status;
+  note("record");
   auto stream = stream_for("record", handle);
   if (!stream.ok()) return stream.status();
   SimEvent& recorded = own(event);
@@ -335,7 +326,7 @@ Status Sim::do_record(Event& event, StreamHandle handle) {
 
 Status Sim::do_wait(StreamHandle handle, Event& event) {
   Guard guard(mutex_);
-  if (Status status = begin("wait"); !status.ok()) return status;
+  note("wait");
   auto stream = stream_for("wait", handle);
   if (!stream.ok()) return stream.status();
   SimEvent& waited = own(event);
@@ -350,7 +341,7 @@ Status Sim::do_wait(StreamHandle handle, Event& event) {
 
 Status Sim::do_synchronize(Event& event) {
   Guard guard(mutex_);
-  if (Status status = begin("synchronize_event"); !status.ok()) return status;
+  note("synchronize_event");
   if (Status status = captures_.check_waiting("synchronize_event", own(event)); !status.ok()) return status;
   if (Status status = captures_.check_unsafe("synchronize_event", this_thread()); !status.ok()) return status;
   std::vector<OpRef> targets;
@@ -361,7 +352,7 @@ Status Sim::do_synchronize(Event& event) {
 
 Result<bool> Sim::do_query(Event& event) {
   Guard guard(mutex_);
-  if (Status status = begin("query_event"); !status.ok()) return status;
+  note("query_event");
   if (Status status = captures_.check_waiting("query_event", own(event)); !status.ok()) return status;
   if (Status status = captures_.check_unsafe("query_event", this_thread()); !status.ok()) return status;
   OpRef op = own(event).op;
@@ -371,7 +362,7 @@ Result<bool> Sim::do_query(Event& event) {
 
 Result<double> Sim::do_elapsed_ms(Event& from, Event& to) {
   Guard guard(mutex_);
-  if (Status status = begin("elapsed_ms"); !status.ok()) return status;
+  note("elapsed_ms");
   int64_t at_ns[2];
   SimEvent* events[] = {&own(from), &own(to)};
   for (int i = 0; i < 2; ++i) {
@@ -396,7 +387,7 @@ Result<double> Sim::do_elapsed_ms(Event& from, Event& to) {
 
 Status Sim::do_begin_capture(StreamHandle handle, CaptureMode mode) {
   Guard guard(mutex_);
-  if (Status status = begin("begin_capture"); !status.ok()) return status;
+  note("begin_capture");
   auto stream = streams_.find("begin_capture", handle, this_thread());
   if (!stream.ok()) return stream.status();
   return captures_.begin(**stream, mode, this_thread());
@@ -404,22 +395,17 @@ Status Sim::do_begin_capture(StreamHandle handle, CaptureMode mode) {
 
 Result<GraphRef> Sim::do_end_capture(StreamHandle handle) {
   Guard guard(mutex_);
-  Status fault = begin("end_capture");
+  note("end_capture");
   auto stream = streams_.find("end_capture", handle, this_thread());
-  if (!stream.ok()) return fault.ok() ? stream.status() : fault;
+  if (!stream.ok()) return stream.status();
   auto nodes = captures_.end(guard, **stream, this_thread());
-  if (!fault.ok()) {
-    // Ended all the same: that is this call's promise.
-    if (nodes.ok()) guard.discard(std::move(*nodes));
-    return fault;
-  }
   if (!nodes.ok()) return nodes.status();
   return GraphRef(std::make_shared<SimGraph>(*this, std::move(*nodes)));
 }
 
 Result<CaptureStatus> Sim::do_capture_status(StreamHandle handle) {
   Guard guard(mutex_);
-  if (Status status = begin("capture_status"); !status.ok()) return status;
+  note("capture_status");
   auto stream = streams_.find("capture_status", handle, this_thread());
   if (!stream.ok()) return stream.status();
   if (Status status = captures_.check_legacy_status(**stream); !status.ok()) return status;
@@ -430,14 +416,14 @@ CaptureMode Sim::do_exchange_capture_mode(CaptureMode mode) { return Captures::e
 
 Result<GraphExecRef> Sim::do_instantiate(Graph& graph) {
   Guard guard(mutex_);
-  if (Status status = begin("instantiate"); !status.ok()) return status;
+  note("instantiate");
   if (Status status = captures_.check_unsafe("instantiate", this_thread()); !status.ok()) return status;
   return GraphExecRef(std::make_shared<SimGraphExec>(*this, static_cast<SimGraph&>(graph).nodes));
 }
 
 Status Sim::do_upload(GraphExec&, StreamHandle handle) {
   Guard guard(mutex_);
-  if (Status status = begin("upload"); !status.ok()) return status;
+  note("upload");
   auto stream = stream_for("upload", handle);
   if (!stream.ok()) return stream.status();
   if (Status status = captures_.check_waiting("upload", **stream); !status.ok()) return status;
@@ -446,7 +432,7 @@ Status Sim::do_upload(GraphExec&, StreamHandle handle) {
 
 Status Sim::do_launch(GraphExec& exec, StreamHandle handle) {
   Guard guard(mutex_);
-  if (Status status = begin("launch"); !status.ok()) return status;
+  note("launch");
   auto found = stream_for("launch", handle);
   if (!found.ok()) return found.status();
   Stream& stream = **found;
@@ -492,7 +478,7 @@ SmLimits Sim::do_sm_limits() const { return sms_->limits(); }
 
 Result<std::vector<PartitionRef>> Sim::do_split(std::span<const int> counts) {
   Guard guard(mutex_);
-  if (Status status = begin("split"); !status.ok()) return status;
+  note("split");
   return sim::split(*this, sms_, counts);
 }
 

@@ -23,10 +23,8 @@ class Sim final : public SimDevice {
   explicit Sim(const SimOptions& options);
   ~Sim() override;
 
-  Status inject(SimFault fault) override;
   Status delay(const std::string& operation, int64_t at) override;
   void clear_faults() override;
-  int64_t calls(const std::string& operation) const override;
   int64_t pending() const override;
   std::vector<std::pair<int, std::string>> submissions() const override;
   PartitionRef current_partition() const override;
@@ -63,8 +61,7 @@ class Sim final : public SimDevice {
   SmLimits do_sm_limits() const override;
   Result<std::vector<PartitionRef>> do_split(std::span<const int> sms) override;
 
-  // Counts the call, and fails it if a fault was asked for.
-  Status begin(const char* operation);
+  void note(const char* operation);
   // The stream for new work, if it may have any now.
   Result<Stream*> stream_for(const char* operation, StreamHandle handle);
   // The action becomes a node of the stream's capture, or an operation on it.

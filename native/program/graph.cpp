@@ -179,6 +179,7 @@ Status GraphSet::run(std::span<const Value> inputs, std::span<const Value> out, 
   }
   auto turn = pool_->acquire(instance_);
   if (!turn.ok()) return turn.status();
+  ContextScope current(*pool_->device());
   RelaxedScope relaxed(*pool_->device());
   Status status = run_in_turn(pool_->instance(instance_), inputs, out, how, must_capture, outputs);
   count_memory();

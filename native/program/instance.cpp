@@ -308,11 +308,14 @@ Status Instance::execute(const Settled& settled) {
 }
 #pragma GCC diagnostic pop
 
+// Calls run in order, so the first that has not ended stands for those behind it.
 void Instance::reap() {
-  std::erase_if(kept_, [&](const auto& item) {
-    auto done = device_->query(*item.first);
-    return done.ok() && *done;
-  });
+  auto item = kept_.begin();
+  for (; item != kept_.end(); ++item) {
+    auto done = device_->query(*item->first);
+    if (!done.ok() || !*done) break;
+  }
+  kept_.erase(kept_.begin(), item);
 }
 
 // Calls of one instance run in order, whatever streams and threads they come from.
@@ -320,6 +323,7 @@ Status Instance::begin(Call& call) {
   shared_.retired.reap(*device_);
   reap();
   if (!last_) return {};
+  call.behind = last_;
   if (!host_reads_) return device_->wait(call.settled.stream, *last_);
   Status status = device_->synchronize(*last_);
   if (status.ok()) host_reads_ = false;
@@ -337,7 +341,7 @@ Status Instance::finish(Call& call) {
     return also(std::move(recorded), drain(*device_, settled.stream));
   }
   last_ = *event;
-  for (const BlockRef& block : call.reads) block->used(last_, false);
+  for (const BlockRef& block : call.reads) block->used(last_, false, call.behind);
   for (const BlockRef& block : call.writes) block->used(last_, true);
   for (const BlockRef& block : device_arenas_) block->used(last_, true);
   written_.assign(call.writes.begin(), call.writes.end());
@@ -358,7 +362,7 @@ Status Instance::run(std::span<const Value> inputs, std::span<const Value> out, 
   if (torn_) {
     if (Status status = mend(); !status.ok()) return status;
   }
-  Call call{inputs, out, settled, strict, stats, {}, {}, {}, {}};
+  Call call{inputs, out, settled, strict, stats};
   // On the cpu device everything is done when a function returns.
   bool ordered = uses_device_ && device_->backend() != Backend::kCpu;
   Scope bound(*this, settled.stream, call.context, ordered, ordered || settled.chosen);

@@ -108,9 +108,10 @@ class Instance {
     const Settled& settled;
     bool strict;
     CallStats& stats;
-    CallContext context;
-    std::vector<BlockRef> reads, writes;
-    std::vector<std::shared_ptr<void>> keeps;
+    CallContext context{};
+    std::vector<BlockRef> reads{}, writes{};
+    std::vector<std::shared_ptr<void>> keeps{};
+    EventRef behind{};  // the call before, which the stream was ordered behind; none: nothing was
   };
   Instance(const ProgramCore& core, const MethodPlan& plan, Shared& shared);
   Status allocate();

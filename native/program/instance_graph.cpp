@@ -262,7 +262,7 @@ Status Instance::walk(GraphMemory& memory, const Settled& settled, CaptureStage 
   std::vector<Value> inputs;
   for (const GraphMemory::Input& in : memory.inputs) inputs.push_back(in.shown);
   CallStats stats;
-  Call call{inputs, {}, settled, false, stats, {}, {}, {}, {}};
+  Call call{inputs, {}, settled, false, stats};
   call.context.staging = &memory;
   Scope bound(*this, settled.stream, call.context, true, true);
   if (Status status = bound.begin(); !status.ok()) return status;
@@ -332,7 +332,7 @@ Status Instance::fill(GraphMemory& memory, std::span<const Value> inputs, Call& 
     if (Status status = check_source(i, value); !status.ok()) return status;
     bool there = value.device != nullptr && value.device->backend() != Backend::kCpu;
     if (value.block) {
-      Status status = there ? value.block->order(stream, false) : value.block->wait(false);
+      Status status = there ? value.block->order(stream, false, call.behind) : value.block->wait(false);
       if (!status.ok()) return status;
       if (there) call.reads.push_back(value.block);
     }
@@ -411,7 +411,7 @@ Status Instance::deliver(CapturedGraph& graph, std::span<const Value> out, bool 
     if (there) value.device = device_;
     if (given != nullptr) {
       if (given->block) {
-        Status status = there ? given->block->order(stream, true) : given->block->wait(true);
+        Status status = there ? given->block->order(stream, true, call.behind) : given->block->wait(true);
         if (!status.ok()) return status;
         if (there) call.writes.push_back(given->block);
       }
@@ -428,7 +428,7 @@ Status Instance::deliver(CapturedGraph& graph, std::span<const Value> out, bool 
       continue;
     }
     if (to == nullptr) {
-      auto block = (there ? shared_.on_device : shared_.host)->take(nbytes, stream);
+      auto block = (there ? shared_.on_device : shared_.host)->take(nbytes, stream, call.behind);
       if (!block.ok()) return block.status();
       to = (*block)->data();
       if (there) call.writes.push_back(*block);
@@ -453,7 +453,7 @@ Status Instance::take_memory(CapturedGraph& graph, Call& call) {
   auto take = [&](const BlockRef& block, bool write) -> Status {
     if (!block) return {};
     (write ? call.writes : call.reads).push_back(block);
-    return block->order(call.settled.stream, write);
+    return block->order(call.settled.stream, write, call.behind);
   };
   for (const auto& in : graph.memory.inputs) {
     if (Status status = take(in.block, true); !status.ok()) return status;
@@ -475,7 +475,7 @@ Status Instance::replay(std::span<const Value> inputs, std::span<const Value> ou
     if (!graph.memory.inputs[i].block) continue;
     if (Status status = check_source(i, inputs[i]); !status.ok()) return status;
   }
-  Call call{inputs, out, how.settled, false, stats, {}, {}, {}, {}};
+  Call call{inputs, out, how.settled, false, stats};
   std::optional<record::CallScope> recorded;
   if (record::recording()) {
     recorded.emplace(*device_, how.settled.stream, plan_.name, number_);
@@ -485,6 +485,7 @@ Status Instance::replay(std::span<const Value> inputs, std::span<const Value> ou
     shared_.retired.reap(*device_);
     reap();
     if (last_) {
+      call.behind = last_;
       if (Status status = device_->wait(how.settled.stream, *last_); !status.ok()) return status;
     }
     if (Status status = take_memory(graph, call); !status.ok()) return status;
@@ -537,7 +538,7 @@ class Instance::Capturing {
       return failed("memory", status);
     if (Status status = save(); !status.ok()) return failed("state", status);
     {
-      Call call{inputs_, out_, own, false, stats_, {}, {}, {}, {}};
+      Call call{inputs_, out_, own, false, stats_};
       Status status = self_.fill(graph_.memory, inputs_, call);
       if (status.ok()) status = device().synchronize(own.stream);
       if (!status.ok()) {
@@ -611,7 +612,7 @@ class Instance::Capturing {
 
   // The outputs of the one step that was run. Everything before is complete.
   Status hand_out(std::vector<Value>& outputs) {
-    Call call{inputs_, out_, how_.settled, false, stats_, {}, {}, {}, {}};
+    Call call{inputs_, out_, how_.settled, false, stats_};
     Status status = self_.take_memory(graph_, call);
     if (status.ok()) status = self_.deliver(graph_, out_, how_.borrow, call, outputs);
     if (status.ok()) {

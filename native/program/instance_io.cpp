@@ -47,7 +47,7 @@ Status Instance::stage_in(size_t i, const TensorView& view, Call& call, void*& d
   size_t nbytes = view.nbytes();
   void* from = nullptr;
   if (Status status = dense_on_host(i, view, call, from); !status.ok()) return status;
-  auto block = shared_.on_device->take(nbytes, call.settled.stream);
+  auto block = shared_.on_device->take(nbytes, call.settled.stream, call.behind);
   if (!block.ok()) return block.status();
   data = (*block)->data();
   call.writes.push_back(std::move(*block));
@@ -118,7 +118,8 @@ Status Instance::bind_tensor(size_t i, const Value& value, Call& call) {
                       describe(describe_value(plan_, plan_.inputs[i])) + ", got " + describe(value) +
                       "; strict=True refuses to stage it: pass memory of the program's device");
   if (value.block) {
-    if (Status status = value.block->order(call.settled.stream, false); !status.ok()) return status;
+    if (Status status = value.block->order(call.settled.stream, false, call.behind); !status.ok())
+      return status;
     if (there) call.reads.push_back(value.block);
     if (!there) {
       if (Status status = value.block->wait(false); !status.ok()) return status;
@@ -191,7 +192,8 @@ Status Instance::bind_output(size_t i, const Value* given, Call& call, Value& ou
                                           device_name_of(given->device->id(), device_->name()));
   }
   if (given != nullptr && given->block) {
-    if (Status status = there ? given->block->order(call.settled.stream, true) : given->block->wait(true);
+    if (Status status =
+            there ? given->block->order(call.settled.stream, true, call.behind) : given->block->wait(true);
         !status.ok()) {
       return status;
     }
@@ -219,7 +221,8 @@ Status Instance::bind_output(size_t i, const Value* given, Call& call, Value& ou
     }
   }
   if (data == nullptr) {
-    auto block = (there ? shared_.on_device : shared_.host)->take(plan->nbytes, call.settled.stream);
+    auto block =
+        (there ? shared_.on_device : shared_.host)->take(plan->nbytes, call.settled.stream, call.behind);
     if (!block.ok()) return block.status();
     out.block = std::move(*block);
     data = out.block->data();
@@ -308,7 +311,7 @@ Status Instance::collect_output(size_t i, const Value* given, Call& call, Value&
     return {};
   }
   if (!out.block || out.block->capacity() < nbytes) {
-    auto block = (there ? shared_.on_device : shared_.host)->take(nbytes, call.settled.stream);
+    auto block = (there ? shared_.on_device : shared_.host)->take(nbytes, call.settled.stream, call.behind);
     if (!block.ok()) return block.status();
     out.block = std::move(*block);
     if (there) call.writes.push_back(out.block);

@@ -288,8 +288,12 @@ Status MethodPool::run(std::span<const Value> inputs, std::span<const Value> out
   if (!instance.ok()) return instance.status();
   CallStats stats;
   CountScope counts(stats);
+  std::optional<ContextScope> current;
   std::optional<RelaxedScope> relaxed;
-  if (uses_device_) relaxed.emplace(*device_);
+  if (uses_device_) {
+    current.emplace(*device_);
+    relaxed.emplace(*device_);
+  }
   Status status = instances_[*instance]->run(inputs, out, *settled, options.strict, outputs, stats);
   counts.end();
   release(*instance, &stats);

@@ -484,11 +484,12 @@ void bind_objects(nb::module_& m) {
       .def(
           "fail",
           [](PyDevice& self, const std::string& operation, int64_t at, bool memory) {
-            check(sim_of(self, "fail")
-                      ->inject({operation, at, memory ? ErrorCode::kOutOfDeviceMemory : ErrorCode::kDevice}));
+            check(self.device->inject(
+                {operation, at, memory ? ErrorCode::kOutOfDeviceMemory : ErrorCode::kDevice}));
           },
           nb::arg("operation") = "", nb::arg("at") = 0, nb::kw_only(), nb::arg("memory") = false,
-          "Simulated devices: the `at`-th call of `operation` from now on (any, if empty) fails once.")
+          "For tests: the `at`-th call of `operation` from now on (any, if empty) fails once, before it does "
+          "anything.")
       .def(
           "delay",
           [](PyDevice& self, const std::string& operation, int64_t at) {
@@ -518,13 +519,13 @@ void bind_objects(nb::module_& m) {
                      auto partition = sim_of(self, "_running_sms")->current_partition();
                      return partition ? partition->sm_count() : 0;
                    })
-      .def("clear_faults", [](PyDevice& self) { sim_of(self, "clear_faults")->clear_faults(); })
+      .def("clear_faults", [](PyDevice& self) { self.device->clear_faults(); })
       .def(
-          "calls",
-          [](PyDevice& self, const std::string& operation) {
-            return sim_of(self, "calls")->calls(operation);
-          },
-          nb::arg("operation") = "", "Simulated devices: how often an operation was called so far.")
+          "calls", [](PyDevice& self, const std::string& operation) { return self.device->calls(operation); },
+          nb::arg("operation") = "",
+          "For tests: how often an operation was called so far; on cpu and cuda, since this was first asked "
+          "or a fault "
+          "was first put there.")
       .def_prop_ro(
           "pending", [](PyDevice& self) { return sim_of(self, "pending")->pending(); },
           "Simulated devices: operations that were enqueued and have not run.")

@@ -11,11 +11,19 @@ import pytest
 
 import headrace
 from tests.contract.conftest import Golden, golden
+from tests.contract.test_graph_faults import a_fault_at_every_step
 
 from . import kernels
 from .test_streams import bits
 
 pytestmark = pytest.mark.cuda
+
+
+def held(gpu: Any) -> int:
+    gc.collect()
+    gpu.synchronize()
+    gpu.trim()
+    return int(gpu.memory()["current_nbytes"])
 
 
 @pytest.fixture(autouse=True)
@@ -234,6 +242,15 @@ def test_captures_that_fail_leave_everything_as_it_was(how: str, stage: str, two
         kernels.cupy.cuda.runtime.deviceSynchronize()
         assert kernels.torch.ones(3, device="cuda").sum().item() == 3
     assert len(set(held)) == 1
+
+
+@pytest.mark.parametrize(("name", "resident"), [("chain10", True), ("two_islands", False)])
+def test_a_fault_at_every_step_leaves_everything_as_it_was(name: str, resident: bool, gpu: Any) -> None:
+    """GR4, GR5, GR6: as on the simulated device, each call that a capture and its first replay make fails once."""
+    try:
+        a_fault_at_every_step(golden(name), lambda: gpu, resident, least=held(gpu))
+    finally:
+        gpu.clear_faults()
 
 
 def test_a_stateful_model_s_steps_are_a_capture_and_replays(two: Golden, gpu: Any) -> None:

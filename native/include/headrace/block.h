@@ -71,10 +71,12 @@ class HEADRACE_API Block {
   // Null for host memory that no device knows.
   const DeviceRef& device() const { return device_; }
 
-  // `event` comes after work that writes (or only reads) the block.
-  void used(EventRef event, bool write);
-  // Orders `stream` behind the writer; behind the readers too if the work to come writes.
-  Status order(StreamHandle stream, bool write);
+  // `event` comes after work that writes (or only reads) the block. It stands for `behind` too, which that
+  // work was ordered behind.
+  void used(EventRef event, bool write, const EventRef& behind = {});
+  // Orders `stream` behind the writer; behind the readers too if the work to come writes. It is behind
+  // `behind` already.
+  Status order(StreamHandle stream, bool write, const EventRef& behind = {});
   // Waits on the host for the writer (and the readers, if the host is going to write). Host blocks: at once.
   Status wait(bool write);
   // The block's content failed to be written, and who waited for it could tell nobody: the next wait() says
@@ -103,7 +105,7 @@ class HEADRACE_API Ring : public std::enable_shared_from_this<Ring> {
   ~Ring();
   // At least `nbytes`, 64-byte aligned, ordered on `stream` behind whatever used the memory before. The ring
   // allocates when none waits. kOutOfDeviceMemory.
-  Result<BlockRef> take(size_t nbytes, StreamHandle stream);
+  Result<BlockRef> take(size_t nbytes, StreamHandle stream, const EventRef& behind = {});
   // Bytes of all blocks, in use or waiting.
   size_t nbytes() const;
   // Gives back the blocks that wait.

@@ -6,13 +6,13 @@
 // (https://docs.nvidia.com/cuda/cuda-driver-api/), and measurements where it is silent.
 //
 // Threads: a device may be used from any thread. No function holds a lock while a host function runs.
-// No function changes the calling thread's current context or device.
-// Waiting: functions wait for the device only where they say so.
-// Errors: kDevice with `device` set, kOutOfDeviceMemory, kInput for handles and addresses that cannot be.
-// Every maker refuses, before anything else, a call from inside a host function and an event, graph or
-// partition of another device.
+// No function changes the calling thread's current context or device; a ContextScope does, for as long as it
+// lives. Waiting: functions wait for the device only where they say so. Errors: kDevice with `device` set,
+// kOutOfDeviceMemory, kInput for handles and addresses that cannot be. Every maker refuses, before anything
+// else, a call from inside a host function and an event, graph or partition of another device.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -143,6 +143,18 @@ enum class CaptureStatus : uint8_t { kNone, kActive, kInvalidated };
 
 enum class Backend : uint8_t { kCpu, kSim, kCuda };
 
+// A fault at a named operation. Operations are the seam's functions by name: "allocate", "free", "copy",
+// "fill", "create_stream", "destroy_stream", "synchronize_stream", "synchronize_device", "query_stream",
+// "call", "create_event", "record", "wait", "synchronize_event", "query_event", "elapsed_ms",
+// "begin_capture", "end_capture", "capture_status", "instantiate", "upload", "launch", "split".
+struct Fault {
+  std::string operation;  // empty: any
+  int64_t at = 0;         // the how-manieth such call from now on fails, from 0
+  ErrorCode code = ErrorCode::kDevice;
+};
+
+class Faults;
+
 class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
  public:
   virtual ~Device();
@@ -230,6 +242,16 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
   // kInput: a size below 1; kDevice: more than there is, with what is left; the device has no partitions.
   Result<std::vector<PartitionRef>> split(std::span<const int> sms);
 
+  // ---- for tests, on every maker
+  // The next matching call fails once, before it does anything; end_capture fails but ends the capture.
+  // Several may be pending. kInput: no such operation, a negative place, or kOk.
+  Status inject(const Fault& fault);
+  virtual void clear_faults();
+  // Calls so far, by operation; the empty name counts all. Those refused before they reached the device (from
+  // a host function, with another device's object) are not counted. -1: no such operation. Counting costs, so
+  // on cpu and cuda it begins with the first inject() or calls().
+  int64_t calls(const std::string& operation);
+
  protected:
   Device(std::string name, Backend backend, int ordinal);
 
@@ -264,14 +286,37 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
   virtual Status do_launch(GraphExec& exec, StreamHandle stream) = 0;
   virtual SmLimits do_sm_limits() const = 0;
   virtual Result<std::vector<PartitionRef>> do_split(std::span<const int> sms) = 0;
+  // Whether there is something to leave again.
+  virtual bool do_enter_context() { return false; }
+  virtual void do_leave_context() {}
 
  private:
+  friend class ContextScope;
+  Status outside(const char* operation) const;
+  Status enter(const char* operation);
+  Status enter(const char* operation, const char* noun, const DeviceObject& object);
+  Faults& faults();
+  std::atomic<Faults*> faults_{nullptr};
   std::string name_;
   Backend backend_;
   int ordinal_;
   int32_t id_;
 };
 using DeviceRef = std::shared_ptr<Device>;
+
+// While it lives, a GPU's primary context is the calling thread's current one, so that libraries in it find
+// the device selected; the former one is back afterwards, whatever they selected meanwhile. Calls of the
+// device need none, and cost less in one. Nothing on cpu, on sim, and in a host function. Does not wait.
+class HEADRACE_API ContextScope {
+ public:
+  explicit ContextScope(Device& device);
+  ~ContextScope();
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+ private:
+  Device* entered_;
+};
 
 // ---- makers
 
@@ -328,31 +373,13 @@ struct SimOptions {
   size_t memory_nbytes = size_t{1} << 30;  // allocating beyond it is kOutOfDeviceMemory
 };
 
-// A fault or a delay at a named operation of a simulated device. Operations are the seam's functions by name:
-// "allocate", "free", "copy", "fill", "create_stream", "destroy_stream", "synchronize_stream",
-// "synchronize_device", "query_stream", "call", "create_event", "record", "wait", "synchronize_event",
-// "query_event", "elapsed_ms", "begin_capture", "end_capture", "capture_status", "instantiate", "upload",
-// "launch", "split".
-struct SimFault {
-  std::string operation;  // empty: any
-  int64_t at = 0;         // the how-manieth such call from now on fails, from 0
-  ErrorCode code = ErrorCode::kDevice;
-};
-
 class HEADRACE_API SimDevice : public Device {
  public:
   using Device::Device;
-  // The next matching call fails once, before it does anything; end_capture fails but ends the capture.
-  // Several may be pending. kInput: no such operation, a negative place, or kOk.
-  virtual Status inject(SimFault fault) = 0;
   // Work enqueued by the `at`-th such call from now on ("copy", "fill", "call", "launch") is held back until
   // a wait demands it, whatever the schedule, and so is what comes behind it. What a capture takes is not
   // counted. kInput: another operation, a negative place.
   virtual Status delay(const std::string& operation, int64_t at) = 0;
-  virtual void clear_faults() = 0;  // and delays
-  // Calls so far, by operation; the empty name counts all. Those refused before they reached the device (from
-  // a host function, with another device's object) are not counted. -1: no such operation.
-  virtual int64_t calls(const std::string& operation) const = 0;
   // Operations that were enqueued and have not run: allocations, frees, records and waits are operations too,
   // a launch is one for each node and two more.
   virtual int64_t pending() const = 0;

@@ -47,6 +47,12 @@ def launch(stream: int, work: Callable[[], None]) -> None:
     assert gpu.name == "cuda:0"
 
 
+def current_context() -> int | None:
+    context = ctypes.c_void_p()
+    assert driver.cuCtxGetCurrent(ctypes.byref(context)) == 0
+    return context.value
+
+
 def memory_of(buffer: Any) -> np.ndarray[Any, Any]:
     """The memory itself."""
     nbytes = max(buffer.nbytes, 1)
@@ -61,6 +67,10 @@ class Launched(headrace.Delegate):
         self.compute = graph.compile(payload)
 
     def run(self, inputs: Any, outputs: Any, stream: Any) -> None:
+        context = ctypes.c_void_p()
+        assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+        assert driver.cuDevicePrimaryCtxRelease_v2(0) == 0
+        assert current_context() == context.value, "libraries in a call find its device selected"
         views = [memory_of(b) for b in inputs], [memory_of(b) for b in outputs]
         for buffer in (*inputs, *outputs):  # lent memory goes out to libraries too
             assert buffer.__dlpack_device__() == (2, 0)

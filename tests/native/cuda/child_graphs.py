@@ -17,6 +17,7 @@ from tests import programs
 from . import child
 from .child import TWO, check, driver
 
+RESIDENT = child.ROOT / "chain10.pte"
 UNKNOWN = 999  # CUDA_ERROR_UNKNOWN
 # As the fake counts its calls.
 NAMES = re.findall(r'BEGIN\("(\w+)"\)', (programs.ROOT / "tests/native/cuda/fake_driver.cpp").read_text())
@@ -68,6 +69,35 @@ def replays(gpu: Any, method: Any, calls: Any) -> None:
     assert driver.fake_calls(b"cuGraphLaunch") == launches + 1
     assert driver.fake_calls(b"cuLaunchHostFunc") == functions, "no delegate ran"
     graph.close()
+
+
+def costs(gpu: Any) -> None:
+    """BY3, LT4: what a replay asks of the driver does not grow with those in flight before it; its context is put in
+    place once, and the caller's is back."""
+    stream = gpu.stream()
+    (recorded, *_) = programs.read_calls(RESIDENT.with_suffix(".npz"))
+    inputs, want = [gpu.to_device(v.data) for v in recorded.inputs], recorded.outputs[0].data
+    with headrace.load(RESIDENT, device=gpu) as program:
+        calls_of = {
+            "call": program["forward"],
+            "replay": program["forward"].capture(*inputs, stream=stream).replay,
+        }
+        for what, call in calls_of.items():
+            for _ in range(5):
+                call(*inputs, stream=stream)
+            before = {name: driver.fake_calls(name.encode()) for name in NAMES}
+            for _ in range(60):
+                (result,) = call(*inputs, stream=stream)
+            counts = {name: (driver.fake_calls(name.encode()) - before[name]) / 60 for name in NAMES}
+            assert counts["cuEventQuery"] <= 2 and counts["cuEventCreate"] < 1, (what, counts)
+            if what == "replay":
+                assert counts["cuCtxPushCurrent"] <= 2 and counts["cuGraphLaunch"] == 1, counts
+                assert counts["cuStreamWaitEvent"] <= 2 * len(inputs) + 1 and counts["cuEventRecord"] == 1, (
+                    counts
+                )
+            assert child.current_context() is None
+            check(result, want)
+            del result
 
 
 def in_the_caller_s_capture(gpu: Any, method: Any, calls: Any) -> None:
@@ -156,6 +186,7 @@ def main() -> None:
         replays(gpu, program["forward"], calls)
         in_the_caller_s_capture(gpu, program["forward"], calls)
     del program
+    costs(gpu)
     count, steps = a_fault_at_every_driver_call(gpu, calls)
     assert count > 100 and {"begin_capture", "record", "end_capture", "instantiate", "upload"} <= steps, (
         count,
