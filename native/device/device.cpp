@@ -59,6 +59,9 @@ DeviceObject::DeviceObject(const Device& device)
     : device_name_(device.name()), device_id_(device.id()), number_(next_object++) {}
 DeviceObject::~DeviceObject() = default;
 
+Partition::Partition(const Device& device) : DeviceObject(device), live_(device.partitions_) { ++*live_; }
+Partition::~Partition() { --*live_; }
+
 Device::Device(std::string name, Backend backend, int ordinal)
     : name_(std::move(name)),
       backend_(backend),

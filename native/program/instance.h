@@ -20,6 +20,7 @@
 #include "program/data_map.h"
 #include "program/graph.h"
 #include "program/islands.h"
+#include "program/lane.h"
 #include "program/pages.h"
 #include "program/plan.h"
 
@@ -40,7 +41,8 @@ class ProgramCore {
   std::unique_ptr<executorch::runtime::DataLoader> loader;
   std::optional<executorch::runtime::Program> program;
   std::map<std::string, std::map<std::string, OptionValue>> options;
-  DeviceRef device;  // never null
+  DeviceRef device;                  // never null
+  std::shared_ptr<const Lane> lane;  // null: calls without a stream are on the per-thread one
   int64_t max_steps = 0;
   mutable DelegateState delegate_state;
 };

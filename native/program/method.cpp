@@ -13,6 +13,7 @@ MethodPool::MethodPool(std::shared_ptr<ProgramCore> core, const MethodPlan& plan
     : name_(plan.name),
       device_(core->device),
       uses_device_(uses_device(plan)),
+      lane_(core->lane),
       shared_(core->device),
       core_(std::move(core)) {
   for (int32_t value : plan.inputs) inputs_.push_back(describe_value(plan, value));
@@ -189,6 +190,7 @@ Status MethodPool::check_out(std::span<const Value> out) const {
 Result<Settled> MethodPool::settle(const CallStream& options) const {
   if (options.settled) return *options.settled;
   Settled settled;
+  if (lane_ != nullptr && uses_device_) settled.stream = lane_->stream();
   int32_t device = -1;
   if (options.stream) {
     settled = {*options.stream, true};
@@ -225,6 +227,12 @@ Result<Settled> MethodPool::settle(const CallStream& options) const {
                     "method itself and replay that graph");
   status.step = "stream";
   return status;
+}
+
+bool MethodPool::outside_lanes(const Settled& settled) const {
+  if (!uses_device_ || device_->partitions() == 0 || told_outside_) return false;
+  auto partition = device_->partition_of(settled.stream);
+  return partition.ok() && *partition == nullptr && !told_outside_.exchange(true);
 }
 
 Status MethodPool::graphs_off() const {
@@ -356,6 +364,7 @@ const std::vector<ValueInfo>& Method::outputs() const { return pool_->outputs();
 const std::vector<IslandInfo>& Method::islands() const { return pool_->islands(); }
 const DeviceRef& Method::device() const { return pool_->device(); }
 Result<Settled> Method::settle(const CallStream& options) const { return pool_->settle(options); }
+bool Method::outside_lanes(const Settled& settled) const { return pool_->outside_lanes(settled); }
 int64_t Method::stats(CallStats* last, CallStats* total) const { return pool_->stats(last, total); }
 Status Method::run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
                    std::vector<Value>& outputs) {

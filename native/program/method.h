@@ -43,6 +43,7 @@ class MethodPool : public std::enable_shared_from_this<MethodPool> {
   int64_t stats(CallStats* last, CallStats* total) const;
   void memory(std::vector<MemoryUse>& out) const;
 
+  bool outside_lanes(const Settled& settled) const;
   Result<Settled> settle(const CallStream& options) const;
   Status run(std::span<const Value> inputs, std::span<const Value> out, const CallOptions& options,
              std::vector<Value>& outputs);
@@ -75,6 +76,8 @@ class MethodPool : public std::enable_shared_from_this<MethodPool> {
   std::vector<IslandInfo> islands_;
   DeviceRef device_;
   bool uses_device_;
+  std::shared_ptr<const Lane> lane_;
+  mutable std::atomic<bool> told_outside_{false};
   Shared shared_;
 
   std::shared_ptr<ProgramCore> core_;  // before the instances, which point into it; null once closed

@@ -235,6 +235,16 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
   }
   if (Status status = check_delegates_and_kernels(*core, options); !status.ok()) return status;
   if (Status status = check_device(*core); !status.ok()) return status;
+  if (options.lane != nullptr) {
+    const auto& methods = core->plan.methods;
+    if (std::none_of(methods.begin(), methods.end(), uses_device))
+      return Status(ErrorCode::kOption, core->file->name() +
+                                            ", lane: expected a program with work for a device, got one that "
+                                            "runs on the host; load it without a lane");
+    auto lane = Lane::open(core->device, options.lane);
+    if (!lane.ok()) return lane.status();
+    core->lane = std::move(*lane);
+  }
 
   std::shared_ptr<Program> self(new Program());
   self->core_ = core;

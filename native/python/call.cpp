@@ -2,6 +2,19 @@
 
 namespace headrace {
 
+namespace {
+
+// GC6: a green context does not keep others off its SMs.
+void warn_outside_lanes(const Method& method) {
+  std::string text = method.name() + ": runs outside every lane of " + method.device()->name() +
+                     " while there are lanes, whose SMs it uses too; load it with lane=, or call it on a "
+                     "stream of a lane";
+  nb::object kind = nb::module_::import_("headrace").attr("LaneWarning");
+  if (PyErr_WarnEx(kind.ptr(), text.c_str(), 2) < 0) throw nb::python_error();
+}
+
+}  // namespace
+
 CallArguments::CallArguments(const Method& method, nb::tuple inputs, nb::handle stream, nb::handle out) {
   const auto& infos = method.inputs();
   size_t count = inputs.size(), num_outputs = method.outputs().size();
@@ -15,6 +28,7 @@ CallArguments::CallArguments(const Method& method, nb::tuple inputs, nb::handle 
   auto settled = method.settle(on);
   check(settled.status());
   on.settled = *settled;
+  if (method.outside_lanes(*settled)) warn_outside_lanes(method);
   Reader reader{method.device(), settled->stream};
   for (size_t i = 0; i < count; ++i) {
     Value::Kind expected = i < infos.size() ? infos[i].kind : Value::Kind::kTensor;

@@ -44,9 +44,11 @@ std::shared_ptr<const Bytes> bytes_of(nb::handle source, const char* what) {
 }
 
 std::shared_ptr<Program> load(nb::handle source, nb::sequence data, int instances, bool allow_native_code,
-                              int64_t max_steps, nb::dict options, PyDeviceRef device) {
+                              int64_t max_steps, nb::dict options, PyDeviceRef device,
+                              const PyPartition* lane) {
   LoadOptions load;
   if (device) load.device = device->device;
+  if (lane != nullptr) load.lane = lane->partition;
   for (nb::handle d : data) load.data.push_back(bytes_of(d, "data file (bytes)"));
   load.instances = instances;
   load.allow_native_code = allow_native_code;
@@ -160,7 +162,7 @@ NB_MODULE(_core, m) {
   nb::class_<Program>(m, "Program")
       .def_static("load", &load, nb::arg("source"), nb::arg("data"), nb::arg("instances"),
                   nb::arg("allow_native_code"), nb::arg("max_steps"), nb::arg("options"),
-                  nb::arg("device").none())
+                  nb::arg("device").none(), nb::arg("lane").none())
       .def_static(
           "verify",
           [](nb::handle source, nb::sequence data) {

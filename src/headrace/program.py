@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from .device import Device
+from .device import Device, Partition
 from .device import device as open_device
 from .engine import core
 from .errors import OptionError, ProgramError
@@ -120,7 +120,7 @@ class Method:
                 place where the plan leaves them unplanned and their layout is the program's, else copied.
             stream: the stream of this call, as if `caller_stream` had selected it: a `Stream`, anything with
                 ``__cuda_stream__``, or an int handle on the program's device. Without it the thread's selection
-                is the stream, else the thread's own per-thread stream.
+                is the stream, else that of the program's lane, else the thread's own per-thread stream.
             out: one array (or None) for each output to write to, of the output's dtype and shape.
             strict: raise InputError where an input would have to be staged to another device.
 
@@ -273,6 +273,7 @@ def load(
     *,
     data: Source | Sequence[Source] = (),
     device: Any = None,
+    lane: Any = None,
     options: Mapping[str, Mapping[str, OptionValue]] | None = None,
     instances: int = 1,
     allow_native_code: bool = True,
@@ -289,6 +290,8 @@ def load(
         device: where the program's device memory lies and its delegates run: a `Device`, or a name as `device`
             takes it. None is ``cpu`` for a program without device memory, else ``cuda:0``; never ``sim``. A program
             that was planned for another device of the same kind, or for a GPU, runs on any device.
+        lane: a `Partition` of the device, in which calls run for which no stream is given or selected. They wait for
+            the device, as they would on the per-thread stream. Its device is the program's, if ``device`` is None.
         options: for each delegate, by name, options that it understands.
         instances: copies of the planned memory and of the delegates' state, for calls that should overlap.
             Weights in the files are shared.
@@ -303,9 +306,10 @@ def load(
             another program.
         DelegateUnavailable: a delegate or kernel that the program needs is not there.
         DelegateError: a delegate refused its payload.
-        OptionError: an option is unknown or out of range.
+        OptionError: an option is unknown or out of range, or there is a lane and no work for a device.
         OutOfDeviceMemory: there is no room for the planned memory.
-        DeviceError: there is no such device, or the program needs one and there is none.
+        DeviceError: there is no such device, or the program needs one and there is none; the lane is of another
+            device.
     """
     if not isinstance(source, _SOURCES):
         raise ProgramError(f"expected a path or bytes, got {type(source).__name__}")
@@ -350,6 +354,12 @@ def load(
     where = open_device(device) if isinstance(device, str) else device
     if where is not None and not isinstance(where, Device):
         raise OptionError(f"device: expected a Device or a name such as 'sim', got {type(where).__name__}")
+    if lane is not None:
+        if not isinstance(lane, Partition):
+            raise OptionError(
+                f"lane: expected a Partition, as Device.partition() gives it, got {type(lane).__name__}"
+            )
+        where = lane.device if where is None else where
     native = core.Program.load(
         source,
         files,
@@ -358,5 +368,6 @@ def load(
         max_steps,
         {k: dict(v) for k, v in (options or {}).items()},
         where,
+        lane,
     )
     return Program(native)

@@ -361,6 +361,7 @@ class Placed(delegates.Base):
         return noted
 
 
+@pytest.mark.filterwarnings("ignore::headrace.LaneWarning")
 def test_a_graph_stays_in_the_lane_of_the_stream(sims: Devices) -> None:
     """GR3: captured for the lane of the stream, anew for another one and for none; launched nowhere else."""
     delegates.install(Placed)

@@ -16,7 +16,7 @@ from tests.contract.test_graph_faults import a_fault_at_every_step
 from . import kernels
 from .test_streams import bits
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore::headrace.LaneWarning")]
 
 
 def held(gpu: Any) -> int:

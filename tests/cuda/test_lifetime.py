@@ -16,7 +16,7 @@ from tests.contract.conftest import Golden, golden
 from . import kernels
 from .kernels import cupy
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore::headrace.LaneWarning")]
 
 CALLS = 100_000
 THREADS = 8

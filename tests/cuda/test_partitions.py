@@ -12,7 +12,7 @@ from tests.contract.conftest import Golden
 from . import kernels
 from .kernels import cupy
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore::headrace.LaneWarning")]
 
 
 def test_kernels_stay_on_the_partition_s_sms(gpu: Any) -> None:

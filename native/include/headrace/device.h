@@ -117,12 +117,16 @@ using GraphExecRef = std::shared_ptr<GraphExec>;
 // go back to the device when the last reference is gone, those of streams made in it included.
 class HEADRACE_API Partition : public DeviceObject {
  public:
-  using DeviceObject::DeviceObject;
+  explicit Partition(const Device& device);
+  ~Partition() override;
   // As granted, read back from the device: requests are rounded up.
   virtual int sm_count() const = 0;
   // Refuses new streams from now on. Streams that exist go on.
   virtual Status close() = 0;
   virtual bool closed() const = 0;
+
+ private:
+  std::shared_ptr<std::atomic<int>> live_;
 };
 using PartitionRef = std::shared_ptr<Partition>;
 
@@ -238,6 +242,8 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
 
   // ---- partitions
   SmLimits sm_limits() const;
+  // Partitions that hold SMs now: those that somebody keeps, and those whose streams somebody keeps.
+  int partitions() const { return *partitions_; }
   // Disjoint partitions of the given sizes, in one split. Each size is rounded up to what the device grants.
   // kInput: a size below 1; kDevice: more than there is, with what is left; the device has no partitions.
   Result<std::vector<PartitionRef>> split(std::span<const int> sms);
@@ -292,11 +298,13 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
 
  private:
   friend class ContextScope;
+  friend class Partition;
   Status outside(const char* operation) const;
   Status enter(const char* operation);
   Status enter(const char* operation, const char* noun, const DeviceObject& object);
   Faults& faults();
   std::atomic<Faults*> faults_{nullptr};
+  const std::shared_ptr<std::atomic<int>> partitions_ = std::make_shared<std::atomic<int>>(0);
   std::string name_;
   Backend backend_;
   int ordinal_;

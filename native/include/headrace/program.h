@@ -61,6 +61,10 @@ struct LoadOptions {
   // Instructions that one call of a method with loops may take; more is kDelegate. About a minute of the
   // cheapest ones. A method without loops takes each of its instructions once at most and is not limited.
   int64_t max_steps = 1'000'000'000;
+  // Where calls run for which nobody chose a stream: on a stream of the program's own in this partition. They
+  // wait, as they would elsewhere. kDevice: it is of another device; kInput: it is closed; kOption: the
+  // program has no work for a device.
+  PartitionRef lane;
   // Options for delegates, by delegate name, then key (at most 63 bytes each).
   std::map<std::string, std::map<std::string, OptionValue>> options;
 };
@@ -204,6 +208,9 @@ class HEADRACE_API Method {
   // The stream that a call with these options would run on now. kDevice: one of another device; kInput: no
   // stream; kCapture: one that captures.
   Result<Settled> settle(const CallStream& options) const;
+  // Whether work there takes SMs that lanes have: it is in none, and there are some on the device. True once
+  // for a method, so that whoever calls it may warn.
+  bool outside_lanes(const Settled& settled) const;
   // Of the last call that ended, and the sum over all; returns how many there were.
   int64_t stats(CallStats* last, CallStats* total) const;
 
