@@ -337,6 +337,13 @@ def _device(args: argparse.Namespace) -> Any:
     return headrace.device(name, schedule=int(args.schedule) if seed else args.schedule)
 
 
+def _lane(lane: Any, args: argparse.Namespace) -> dict[str, int]:
+    """What was asked for and what was granted; empty where there is no lane."""
+    if lane is None:
+        return {}
+    return {"asked": args.green_context_sms, "granted": lane.sm_count, "total": lane.device.sm_count}
+
+
 def _import(modules: Sequence[str]) -> None:
     """Import modules that define delegates; the current folder counts, as it does for ``python -m``."""
     if modules and "" not in sys.path:
@@ -361,7 +368,13 @@ def _run(args: argparse.Namespace) -> int:
             raise OptionError(f"{option}: expected a finite number of 0 or more, got {value}")
     if args.repeat < 1:
         raise OptionError(f"--repeat: expected 1 or more, got {args.repeat}")
-    with headrace.load(args.file, data=args.data, device=_device(args)) as program:
+    device, lane = _device(args), None
+    if args.green_context_sms is not None:
+        if args.green_context_sms < 1:
+            raise OptionError(f"--green-context-sms: expected 1 or more, got {args.green_context_sms}")
+        device = headrace.device(device or "cuda:0") if device is None or isinstance(device, str) else device
+        lane = device.partition(sms=args.green_context_sms)
+    with headrace.load(args.file, data=args.data, device=device, lane=lane) as program:
         name = program.methods[0] if args.method is None else args.method
         if name not in program:
             raise InputError(f"--method: expected one of {', '.join(program.methods)}, got {name!r}")
@@ -391,6 +404,11 @@ def _run(args: argparse.Namespace) -> int:
                 raise InputError(f"--output: expected a folder that can be written, got: {e}") from None
         different = [row for row in compared if not row["equal"]]
         median_us = sorted(times)[len(times) // 2] * 1e6
+        planned = [
+            {"method": use.method, "device": use.device, "nbytes": use.nbytes}
+            for use in program.memory().uses
+            if use.what == "planned"
+        ]
         if args.json:
             _print_json(
                 "run",
@@ -408,6 +426,8 @@ def _run(args: argparse.Namespace) -> int:
                     "median_us": median_us,
                     "ordering": asdict(ordering) if ordering else None,
                     "graph": asdict(graph.stats) if graph else None,
+                    "planned": planned,
+                    "lane": _lane(lane, args),
                 },
             )
             return DIFFERS if different else OK
@@ -415,6 +435,10 @@ def _run(args: argparse.Namespace) -> int:
             f"{args.file}, method {name} on {method.device.name}: "
             f"{', '.join(i.delegate for i in method.islands) or 'CPU kernels only'}"
         )
+        if lane is not None:
+            print("  lane: {granted} SMs of {total} granted, {asked} asked for".format(**_lane(lane, args)))
+            for use in planned:
+                print("  planned memory of {method}: {nbytes} bytes on {device}".format(**use))
         for i, (info, output) in enumerate(zip(method.outputs, outputs, strict=True)):
             print(f"  output {i}: {_shape_text(info)}, got {_summary(output)}")
         for row in compared:
@@ -490,6 +514,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     one.add_argument(
         "--schedule", metavar="eager|late|SEED", help="run on a simulated device, with its work in this order"
+    )
+    one.add_argument(
+        "--green-context-sms",
+        type=int,
+        metavar="N",
+        help="run in a lane of at least N multiprocessors (default device: cuda:0); print what was granted, and the "
+        "planned memory",
     )
     one.add_argument(
         "--check-ordering",

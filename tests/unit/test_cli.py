@@ -439,3 +439,30 @@ def test_run_checks_the_order_and_writes_a_trace(run: Any, tmp_path: Path) -> No
 def test_check_ordering_fails_where_there_is_nothing_to_check(run: Any) -> None:
     status, out, err = run("run", path("mlp_portable"), "--ones", "--check-ordering")
     assert (status, out) == (cli.FAILED, "") and "OrderingError: record: expected work of a device" in err
+
+
+def test_run_in_a_lane_prints_what_was_granted_and_the_planned_memory(run: Any) -> None:
+    """GC3: the granted count, which is rounded up; each planned buffer's size and device; exact values by --expect."""
+    command = [
+        "run",
+        "examples/scale.pte",
+        "--import",
+        "examples.scale",
+        "--ones",
+        "--device",
+        "sim",
+        "--green-context-sms",
+    ]
+    status, out, err = run(*command, 9)
+    assert status == 0 and err == ""
+    assert "lane: 16 SMs of 132 granted, 9 asked for" in out
+    assert "planned memory of forward: 16 bytes on sim:0" in out
+    status, out, _ = run(*command, 8, "--graph", "--json")
+    told = json.loads(out)
+    assert status == 0 and told["lane"] == {"asked": 8, "granted": 8, "total": 132}
+    assert told["planned"] == [{"method": "forward", "device": "sim:0", "nbytes": 16}]
+    for count, kind in ((0, "OptionError"), (1000, "DeviceError")):
+        status, out, err = run(*command, count)
+        assert status != 0 and kind in err and str(count) in err
+    status, _, err = run(*command[:-3], "--green-context-sms", 8, "--device", "cpu")
+    assert status != 0 and "DeviceError" in err
