@@ -413,6 +413,19 @@ void bind_objects(nb::module_& m) {
       .def_prop_ro("ordinal", [](const PyDevice& d) { return d.device->ordinal(); })
       .def_prop_ro("_id", [](const PyDevice& d) { return d.device->id(); })
       .def_prop_ro(
+          "sm_limits",
+          [](const PyDevice& d) {
+            SmLimits limits = d.device->sm_limits();
+            nb::dict out;
+            out["total"] = limits.total;
+            out["least"] = limits.least;
+            out["alignment"] = limits.alignment;
+            return out;
+          },
+          "Of partitions, in multiprocessors: how many there are, the smallest partition, what sizes are "
+          "multiples "
+          "of; the last two are 0 where there are no partitions.")
+      .def_prop_ro(
           "sm_count", [](const PyDevice& d) { return d.device->sm_limits().total; },
           "Streaming multiprocessors in all; 0 on the cpu.")
       .def(

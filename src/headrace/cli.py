@@ -28,10 +28,12 @@ from numpy.lib.npyio import NpzFile
 
 import headrace
 
-from . import aoti, doctor, pte
+from . import aoti, bench, doctor, pte
 from .audit import command as audit
 from .audit import fatbin
+from .device import device as open_device
 from .errors import HeadraceError, InputError, OptionError
+from .ordering import record
 from .program import Method, ValueInfo
 
 __all__ = ["main"]
@@ -334,7 +336,7 @@ def _device(args: argparse.Namespace) -> Any:
         raise OptionError(f"--schedule: expected a simulated device, got --device {name}")
     # At most 18 digits: any seed of 64 bits has a twin among them, and Python reads no number of thousands.
     seed = re.fullmatch(r"-?[0-9]{1,18}", args.schedule)
-    return headrace.device(name, schedule=int(args.schedule) if seed else args.schedule)
+    return open_device(name, schedule=int(args.schedule) if seed else args.schedule)
 
 
 def _lane(lane: Any, args: argparse.Namespace) -> dict[str, int]:
@@ -372,7 +374,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.green_context_sms is not None:
         if args.green_context_sms < 1:
             raise OptionError(f"--green-context-sms: expected 1 or more, got {args.green_context_sms}")
-        device = headrace.device(device or "cuda:0") if device is None or isinstance(device, str) else device
+        device = open_device(device or "cuda:0") if device is None or isinstance(device, str) else device
         lane = device.partition(sms=args.green_context_sms)
     with headrace.load(args.file, data=args.data, device=device, lane=lane) as program:
         name = program.methods[0] if args.method is None else args.method
@@ -381,7 +383,7 @@ def _run(args: argparse.Namespace) -> int:
         method = program[name]
         inputs = _inputs(args, method)
         times = []
-        recorded = headrace.record() if args.check_ordering or args.trace else None
+        recorded = record() if args.check_ordering or args.trace else None
         with contextlib.nullcontext() if recorded is None else recorded:
             graph = method.capture(*inputs) if args.graph else None
             run = method if graph is None else graph.replay
@@ -462,6 +464,28 @@ def _run(args: argparse.Namespace) -> int:
         return DIFFERS if different else OK
 
 
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--import",
+        action="append",
+        default=[],
+        dest="modules",
+        metavar="MODULE",
+        help="a Python module that defines delegates; may be repeated",
+    )
+
+
+def _bench(args: argparse.Namespace) -> int:
+    _import(args.modules)
+    rng = np.random.default_rng(0)
+    found = bench.measure(args, lambda method: [_made_up(info, rng) for info in method.inputs])
+    if args.json:
+        _print_json("bench", {"device": args.device, "calls": args.calls, **found})
+    else:
+        print(bench.table(found))
+    return DIFFERS if "proposal" in found and found["proposal"]["lanes"] is None else OK
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="headrace", description=headrace.__doc__, epilog=(__doc__ or "").split("\n\n", 1)[1]
@@ -528,15 +552,13 @@ def _parser() -> argparse.ArgumentParser:
         help="record the calls; fail where nothing orders two accesses to one buffer",
     )
     one.add_argument("--trace", metavar="FILE", help="record the calls; write a trace that Perfetto opens")
-    one.add_argument(
-        "--import",
-        action="append",
-        default=[],
-        dest="modules",
-        metavar="MODULE",
-        help="a Python module that defines delegates; may be repeated",
-    )
+    _add_import(one)
     one.set_defaults(run=_run)
+
+    one = commands.add_parser("bench", help="latencies of programs side by side, in lanes and without them")
+    bench.add_arguments(one)
+    _add_import(one)
+    one.set_defaults(run=_bench)
 
     one = commands.add_parser("audit", help="check a CUDA wheel, or decide what a build row means")
     audit.add_arguments(one)
