@@ -2,13 +2,14 @@
 
 ::
 
-    python -m benchmarks [startup] [calls] [islands] [record] [graphs] [--ours-python P] [--stock-python P] [--rounds N]
+    python -m benchmarks [startup] [calls] [islands] [record] [graphs] [lanes] [--ours-python P] [--stock-python P] [--rounds N]
         [--check]
 
 ``startup``: process start to first answer, import, resident memory; a fresh process each time.
 ``calls``: the cost of one call, from Python, inputs and outputs on the host.
 ``islands``: what an island costs, of ours alone: see ``islands.py``.
 ``record``: what `headrace.record()` adds to a call, of ours alone: see ``record.py``.
+``lanes``: a small program beside a loud neighbour, in lanes and without them, where a GPU is: see ``lanes.py``.
 ``graphs``: a replay beside the driver and PyTorch, where a GPU is: see ``graphs.py``.
 
 The two runtimes run in turn, each in a process of its own, and in changing order. Of a startup the median
@@ -35,7 +36,7 @@ from typing import Any
 
 from tests import programs
 
-from . import graphs, islands, record
+from . import graphs, islands, lanes, record
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).resolve().parent / "worker.py"
@@ -48,7 +49,7 @@ CALL_PROGRAMS = ("add", "mlp_portable", "mlp_xnnpack", "cnn_portable", "cnn_xnnp
 GOALS = {"startup": {"answer_s": 1 / 20}, "calls": {"add": 1 / 2}}
 PARTS = (*GOALS, "islands")
 # Those that are measured in this process.
-HERE: dict[str, Any] = {"record": record, "graphs": graphs}
+HERE: dict[str, Any] = {"record": record, "graphs": graphs, "lanes": lanes}
 
 
 def machine() -> dict[str, Any]:
@@ -224,8 +225,8 @@ def main() -> int:
     parser.add_argument(
         "what",
         nargs="*",
-        metavar="startup|calls|islands|record|graphs",
-        help="all of them if none is named; graphs needs a GPU",
+        metavar="startup|calls|islands|record|graphs|lanes",
+        help="all of them if none is named; graphs and lanes need a GPU",
     )
     parser.add_argument("--ours-python", default=sys.executable, help="has headrace installed")
     parser.add_argument("--stock-python", default=sys.executable, help="has torch and executorch installed")
@@ -233,14 +234,16 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="end with status 1 where a goal is missed")
     arguments = parser.parse_args()
     if unknown := set(arguments.what) - {*PARTS, *HERE}:
-        parser.error(f"expected startup, calls, islands, record or graphs, got {', '.join(sorted(unknown))}")
+        parser.error(
+            f"expected startup, calls, islands, record, graphs or lanes, got {', '.join(sorted(unknown))}"
+        )
     if arguments.rounds < 1:
         parser.error(f"--rounds: expected 1 or more, got {arguments.rounds}")
     pythons = {"ours": arguments.ours_python, "stock": arguments.stock_python}
     missed = False
     for what in arguments.what or (*PARTS, *HERE):
-        if what == "graphs" and (why := graphs.available()):
-            print(f"graphs: not measured: {why}", flush=True)
+        if what in ("graphs", "lanes") and (why := graphs.available()):
+            print(f"{what}: not measured: {why}", flush=True)
             missed |= what in arguments.what
             continue
         if part := HERE.get(what):

@@ -59,19 +59,21 @@ class _Kept(kernels.Captured):
         self.islands.append(self.graph)
 
 
-def _driver(stream: Any, array: Any) -> tuple[Callable[[], Any], Any]:
-    """Launches a graph of the islands' kernels, with a copy of the input before it; and its output."""
+def driver_launch(islands: list[dict[str, Any]], stream: Any, array: Any) -> tuple[Callable[[], Any], Any]:
+    """Launches on the stream a graph of the islands' kernels, captured there, with a copy of the input before it; and the
+    output. ``stream`` is non-blocking."""
     from cuda.bindings import driver
 
     pool = kernels.cupy.cuda.MemoryPool()
-    taking = kernels.cupy.cuda.Stream(non_blocking=True)
+    taking = kernels.cupy.cuda.Stream.from_external(stream)
     first = kernels.cupy.empty_like(array)
-    arrays = [first, *(kernels.cupy.empty_like(array) for _ in _Kept.islands)]
+    arrays = [first, *(kernels.cupy.empty_like(array) for _ in islands)]
 
     def walk() -> None:
-        for graph, source, target in zip(_Kept.islands, arrays[:-1], arrays[1:], strict=True):
+        for graph, source, target in zip(islands, arrays[:-1], arrays[1:], strict=True):
             kernels.launch(graph, [source], [target], taking, view=lambda x: x)
 
+    kernels.cupy.cuda.Device().synchronize()  # the arrays are there
     with kernels.cupy.cuda.using_allocator(pool.malloc):
         walk()
         taking.synchronize()
@@ -152,7 +154,7 @@ def measure(rounds: int) -> dict[str, Any]:
         want = recorded.outputs[0].data
         graph = method.capture(x, stream=stream)
         array = kernels.cupy.asarray(recorded.inputs[0].data)
-        launch, driven = _driver(stream, array)
+        launch, driven = driver_launch(_Kept.islands, stream, array)
         peers: dict[str, Callable[[], Any]] = {
             "call": lambda: method(x, stream=stream),
             "replay": lambda: graph.replay(x, stream=stream),

@@ -77,7 +77,7 @@ class Measured:
     latency: Latency
 
 
-class _Running:
+class Running:
     """A tenant's program, loaded, with its inputs where they belong, captured if it can be."""
 
     def __init__(self, tenant: Tenant, device: Any, lane: Any) -> None:
@@ -137,13 +137,13 @@ class _Running:
         self.stream.close()
 
 
-def _beside(one: _Running, others: Sequence[_Running], calls: int) -> Latency:
+def beside_others(one: Running, others: Sequence[Running], calls: int) -> Latency:
     """The latency of ``one`` while the others keep the GPU busy, each from a thread of its own."""
     stop = threading.Event()
     failed: list[BaseException] = []
     started = [threading.Event() for _ in others]
 
-    def work(other: _Running, flag: threading.Event) -> None:
+    def work(other: Running, flag: threading.Event) -> None:
         try:
             other.keep_busy(stop, flag)
         except BaseException as error:
@@ -207,7 +207,7 @@ def measure(
         simplefilter("ignore", LaneWarning)  # what is measured is just that
         running = []
         for tenant, lane in zip(tenants, lanes, strict=True):
-            one = _Running(tenant, where, lane)
+            one = Running(tenant, where, lane)
             stack.callback(one.close)
             running.append(one)
         found = []
@@ -227,7 +227,7 @@ def measure(
                     tenants[i].label,
                     0 if lane is None else lane.sm_count,
                     beside,
-                    _beside(one, others, calls),
+                    beside_others(one, others, calls),
                 )
             )
         return found
