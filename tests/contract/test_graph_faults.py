@@ -151,8 +151,10 @@ def a_fault_at_every_step(program: Golden, make: Callable[[], Any], resident: bo
         scene.device.trim()
         assert scene.held() == least, what
     assert count >= 30
-    assert {"stream", "memory", "inputs", "warm-up", "begin_capture", "record", "end_capture"} <= set(steps)
+    assert {"stream", "memory", "inputs", "warm-up", "begin_capture", "end_capture"} <= set(steps)
     assert {"instantiate", "upload", "outputs"} <= set(steps)
+    # On a GPU delegates launch without the device, and other calls while recording there are none.
+    assert "record" in steps or make().name.startswith("cuda")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
