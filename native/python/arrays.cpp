@@ -15,83 +15,41 @@ void import_numpy() {
   if (_import_array() < 0) nb::raise_python_error();
 }
 
-int numpy_type(DType dtype) {
-  switch (dtype) {
-    case DType::kUInt8:
-      return NPY_UINT8;
-    case DType::kInt8:
-      return NPY_INT8;
-    case DType::kInt16:
-      return NPY_INT16;
-    case DType::kInt32:
-      return NPY_INT32;
-    case DType::kInt64:
-      return NPY_INT64;
-    case DType::kFloat16:
-      return NPY_HALF;
-    case DType::kFloat32:
-      return NPY_FLOAT;
-    case DType::kFloat64:
-      return NPY_DOUBLE;
-    case DType::kBool:
-      return NPY_BOOL;
-    case DType::kUInt16:
-      return NPY_UINT16;
-    case DType::kUInt32:
-      return NPY_UINT32;
-    case DType::kUInt64:
-      return NPY_UINT64;
-    case DType::kBFloat16:
-      return -1;
-  }
-  return -1;
-}
-
 namespace {
 
-bool from_numpy_type(int type, DType& dtype) {
-  switch (type) {
-    case NPY_BOOL:
-      dtype = DType::kBool;
-      return true;
-    case NPY_BYTE:
-      dtype = DType::kInt8;
-      return true;
-    case NPY_UBYTE:
-      dtype = DType::kUInt8;
-      return true;
-    case NPY_SHORT:
-      dtype = DType::kInt16;
-      return true;
-    case NPY_USHORT:
-      dtype = DType::kUInt16;
-      return true;
-    case NPY_INT:
-      dtype = DType::kInt32;
-      return true;
-    case NPY_UINT:
-      dtype = DType::kUInt32;
-      return true;
-    case NPY_LONG:
-    case NPY_LONGLONG:
-      dtype = DType::kInt64;
-      return true;
-    case NPY_ULONG:
-    case NPY_ULONGLONG:
-      dtype = DType::kUInt64;
-      return true;
-    case NPY_HALF:
-      dtype = DType::kFloat16;
-      return true;
-    case NPY_FLOAT:
-      dtype = DType::kFloat32;
-      return true;
-    case NPY_DOUBLE:
-      dtype = DType::kFloat64;
-      return true;
-    default:
-      return false;
+// Each dtype as NumPy and DLPack know it. NumPy has no bfloat16; ml_dtypes registers one under a number of
+// its own in each process.
+constexpr struct Known {
+  DType dtype;
+  int numpy;
+  uint8_t dlpack;
+} kKnown[] = {
+    {DType::kFloat32, NPY_FLOAT, dl::kFloat}, {DType::kFloat64, NPY_DOUBLE, dl::kFloat},
+    {DType::kFloat16, NPY_HALF, dl::kFloat},  {DType::kBFloat16, -1, dl::kBfloat},
+    {DType::kInt64, NPY_INT64, dl::kInt},     {DType::kInt32, NPY_INT32, dl::kInt},
+    {DType::kInt16, NPY_INT16, dl::kInt},     {DType::kInt8, NPY_INT8, dl::kInt},
+    {DType::kUInt64, NPY_UINT64, dl::kUInt},  {DType::kUInt32, NPY_UINT32, dl::kUInt},
+    {DType::kUInt16, NPY_UINT16, dl::kUInt},  {DType::kUInt8, NPY_UINT8, dl::kUInt},
+    {DType::kBool, NPY_BOOL, dl::kBool},
+};
+
+const Known& known(DType dtype) {
+  for (const Known& one : kKnown) {
+    if (one.dtype == dtype) return one;
   }
+  raise(Status(ErrorCode::kInput, "expected a dtype of numbers, got " + dtype_name(dtype)));
+}
+
+bool from_numpy_type(int type, DType& dtype) {
+  // Two names for integers of 64 bits.
+  if (type == NPY_LONGLONG || type == NPY_LONG) type = NPY_INT64;
+  if (type == NPY_ULONGLONG || type == NPY_ULONG) type = NPY_UINT64;
+  for (const Known& one : kKnown) {
+    if (one.numpy != type || type < 0) continue;
+    dtype = one.dtype;
+    return true;
+  }
+  return false;
 }
 
 [[noreturn]] void bad_input(const std::string& method, const char* role, size_t index,
@@ -121,7 +79,6 @@ bool view_numpy(PyArrayObject* array, TensorView& view, std::string& what) {
   }
   PyArray_Descr* descr = PyArray_DESCR(array);
   if (!from_numpy_type(descr->type_num, view.dtype)) {
-    // ml_dtypes registers bfloat16 with NumPy under a type number of its own in each process.
     std::string name = descr->typeobj->tp_name;
     if (name == "ml_dtypes.bfloat16" || name == "bfloat16") {
       view.dtype = DType::kBFloat16;
@@ -150,37 +107,23 @@ bool view_dlpack(const dl::Tensor& t, TensorView& view, std::string& what) {
     what = "expected at most 16 dimensions, got " + std::to_string(t.ndim);
     return false;
   }
-  static constexpr struct {
-    uint8_t code, bits;
-    DType dtype;
-  } kTypes[] = {{dl::kFloat, 32, DType::kFloat32},   {dl::kFloat, 16, DType::kFloat16},
-                {dl::kBfloat, 16, DType::kBFloat16}, {dl::kFloat, 64, DType::kFloat64},
-                {dl::kInt, 64, DType::kInt64},       {dl::kInt, 32, DType::kInt32},
-                {dl::kInt, 16, DType::kInt16},       {dl::kInt, 8, DType::kInt8},
-                {dl::kUInt, 8, DType::kUInt8},       {dl::kUInt, 16, DType::kUInt16},
-                {dl::kUInt, 32, DType::kUInt32},     {dl::kUInt, 64, DType::kUInt64},
-                {dl::kBool, 8, DType::kBool}};
-  bool known = false;
-  for (const auto& type : kTypes) {
-    if (t.dtype.lanes == 1 && t.dtype.code == type.code && t.dtype.bits == type.bits) {
-      view.dtype = type.dtype;
-      known = true;
-    }
+  const Known* type = nullptr;
+  for (const Known& one : kKnown) {
+    if (t.dtype.lanes == 1 && t.dtype.code == one.dlpack && t.dtype.bits == 8 * itemsize(one.dtype))
+      type = &one;
   }
-  if (!known) {
+  if (type == nullptr) {
     what = "expected an array of numbers, got DLPack type code " + std::to_string(t.dtype.code) + " of " +
            std::to_string(t.dtype.bits) + " bits";
     return false;
   }
+  view.dtype = type->dtype;
   view.ndim = t.ndim;
   view.data = static_cast<char*>(t.data) + t.byte_offset;
-  auto step = static_cast<int64_t>(itemsize(view.dtype));
-  for (int d = t.ndim - 1; d >= 0; --d) {
-    auto i = static_cast<size_t>(d);
-    view.sizes[i] = t.shape[d];
-    view.strides_bytes[i] = t.strides ? t.strides[d] * static_cast<int64_t>(itemsize(view.dtype)) : step;
-    step *= t.shape[d];
-  }
+  for (int d = 0; d < t.ndim; ++d) view.sizes[static_cast<size_t>(d)] = t.shape[d];
+  set_dense_strides(view);
+  for (int d = 0; t.strides != nullptr && d < t.ndim; ++d)
+    view.strides_bytes[static_cast<size_t>(d)] = t.strides[d] * static_cast<int64_t>(itemsize(view.dtype));
   bool host = t.device.type == dl::kCpu || t.device.type == dl::kCudaHost;
   view.device = {host ? DeviceKind::kCpu : DeviceKind::kCuda, static_cast<int8_t>(host ? 0 : t.device.id)};
   if (!host && t.device.type != dl::kCuda && t.device.type != dl::kCudaManaged) {
@@ -193,25 +136,10 @@ bool view_dlpack(const dl::Tensor& t, TensorView& view, std::string& what) {
 
 }  // namespace
 
+int numpy_type(DType dtype) { return known(dtype).numpy; }
+
 dl::DataType dlpack_type(DType dtype) {
-  uint8_t bits = static_cast<uint8_t>(8 * itemsize(dtype));
-  switch (dtype) {
-    case DType::kFloat16:
-    case DType::kFloat32:
-    case DType::kFloat64:
-      return {dl::kFloat, bits, 1};
-    case DType::kBFloat16:
-      return {dl::kBfloat, bits, 1};
-    case DType::kBool:
-      return {dl::kBool, bits, 1};
-    case DType::kUInt8:
-    case DType::kUInt16:
-    case DType::kUInt32:
-    case DType::kUInt64:
-      return {dl::kUInt, bits, 1};
-    default:
-      return {dl::kInt, bits, 1};
-  }
+  return {known(dtype).dlpack, static_cast<uint8_t>(8 * itemsize(dtype)), 1};
 }
 
 nb::object block_owner(BlockRef block) {
@@ -235,13 +163,9 @@ nb::object numpy_view(const TensorView& view, nb::object owner) {
 }
 
 DType dtype_by_name(nb::handle dtype, const char* where) {
-  static constexpr DType kAll[] = {DType::kUInt8, DType::kInt8,     DType::kInt16,   DType::kInt32,
-                                   DType::kInt64, DType::kFloat16,  DType::kFloat32, DType::kFloat64,
-                                   DType::kBool,  DType::kBFloat16, DType::kUInt16,  DType::kUInt32,
-                                   DType::kUInt64};
   std::string name = PyUnicode_Check(dtype.ptr()) ? nb::cast<std::string>(dtype) : std::string();
-  for (DType known : kAll) {
-    if (name == dtype_name(known)) return known;
+  for (const Known& one : kKnown) {
+    if (name == dtype_name(one.dtype)) return one.dtype;
   }
   // numpy.float32, numpy.dtype("f4"), ml_dtypes.bfloat16, …
   PyArray_Descr* descr = nullptr;

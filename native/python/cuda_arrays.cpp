@@ -123,13 +123,12 @@ TensorView cuda_array(nb::handle object, const Reader& reader, bool write, const
                      std::to_string(shape.size()));
   view.ndim = static_cast<int>(shape.size());
   view.device = {DeviceKind::kCuda, static_cast<int8_t>(reader.device->ordinal())};
-  auto step = static_cast<int64_t>(itemsize(view.dtype));
-  for (size_t d = shape.size(); d-- > 0;) {
+  for (size_t d = 0; d < shape.size(); ++d) {
     view.sizes[d] = shape[d];
     if (view.sizes[d] < 0) bad(message, "expected sizes of 0 or more, got " + std::to_string(view.sizes[d]));
-    view.strides_bytes[d] = strided ? steps[d] : step;
-    step *= view.sizes[d];
   }
+  set_dense_strides(view);
+  std::copy(steps.begin(), steps.end(), view.strides_bytes.begin());
   std::pair<uintptr_t, bool> data;
   member("data", data, "a tuple of an address and a bool");
   auto [address, read_only] = data;

@@ -130,7 +130,8 @@ NB_MODULE(_core, m) {
   m.def("num_threads", &num_threads);
   m.def("set_num_threads", [](int count) { check(set_num_threads(count)); });
 
-  bind_objects(m);
+  bind_devices(m);
+  bind_streams(m);
   bind_buffer(m);
   bind_delegates(m);
   bind_record(m);

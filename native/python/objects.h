@@ -12,6 +12,7 @@
 #include "headrace/block.h"
 #include "headrace/device.h"
 #include "python/arrays.h"
+#include "python/gil.h"
 
 namespace headrace {
 
@@ -57,6 +58,29 @@ struct StreamChoice {
 };
 StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* where);
 
+PyStreamRef make_stream(const PyDeviceRef& device, StreamHandle handle);
+PyStreamRef create_stream(const PyDeviceRef& device, const StreamOptions& options);
+// The same, or the per-thread stream for None; DeviceError for a stream of another device.
+StreamHandle stream_or_own(nb::handle stream, const DeviceRef& device, const char* where);
+
+// Puts an event behind what is on the stream now, for the buffer's next reader or writer. What a graph uses
+// is marked by its replays.
+Status mark_used(PyDevice& device, StreamHandle stream, const BlockRef& shared, bool write,
+                 EventRef* marked = nullptr);
+
+// Runs a call of the seam without the interpreter's lock: host functions may want it.
+template <class F>
+auto unlocked(F&& call) {
+  GilRelease release;
+  run_put_off();
+  return call();
+}
+template <class T>
+T unwrap(Result<T> result) {
+  if (!result.ok()) raise(result.status());
+  return std::move(*result);
+}
+
 // Memory that a call lends to a delegate: no block, valid while the call's work runs. `lease`: whether run()
 // has not returned yet, so that the memory may be passed on.
 nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, StreamHandle stream,
@@ -66,7 +90,8 @@ nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, Stream
 std::string text_of(const nb::python_error& error);
 std::string traceback_of(const nb::python_error& error);
 
-void bind_objects(nb::module_& m);
+void bind_devices(nb::module_& m);
+void bind_streams(nb::module_& m);
 void bind_buffer(nb::module_& m);
 void bind_delegates(nb::module_& m);
 void bind_record(nb::module_& m);
