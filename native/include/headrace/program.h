@@ -273,7 +273,8 @@ HEADRACE_API int num_threads();
 // kOption: outside 1 to 1024, or a program is loaded (its delegates hold on to the pool).
 HEADRACE_API Status set_num_threads(int count);
 
-// Prepares the engine once per process: collects its log, registers our device allocator.
+// Prepares the engine once per process: collects its log, registers our device allocator. Program::load() and
+// DeviceGuard do it by themselves.
 // kEngine: another library already owns a slot that is ours.
 HEADRACE_API Status initialize();
 
