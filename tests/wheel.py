@@ -42,7 +42,7 @@ WANTED = [
     r"headrace/lib/engine\.json",
     r"headrace/lib/libheadrace(_cuda|_shims|_stream)?\.so",
     r"headrace/lib/libexecutorch(_threadpool|_kernels_optimized|_backend_xnnpack|_etdump)?\.so",
-    r"headrace/lib/LICENSE\.executorch",
+    r"headrace/lib/LICENSE\.(executorch|nanobind)",
     r"headrace-[\w.]+\.dist-info/licenses/(LICENSE|NOTICE)",
     r"headrace-[\w.]+\.dist-info/entry_points\.txt",
 ]
@@ -131,7 +131,7 @@ def check_contents(wheel: Path) -> None:
     size = wheel.stat().st_size
     must(size <= GREATEST_NBYTES, f"expected at most {GREATEST_NBYTES} bytes, got {size}")
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
+        names = [n for n in archive.namelist() if not n.endswith("/")]
         for pattern in WANTED:
             must(any(re.fullmatch(pattern, n) for n in names), f"expected {pattern}, got no such file")
         licences = [n for n in names if "/licenses/" in n]
@@ -361,7 +361,7 @@ def check_orders(wheel: Path) -> None:
         refused = project.run(
             tried.folder, python, "-c", "import headrace", PYTHONPATH=f"{other.parent}:{target}"
         )
-        said = f"{other}: expected executorch 1.5.1 or none, got 1.6.0; install executorch==1.5.1"
+        said = f"{other}: expected executorch 1.5.1+cpu or none, got 1.6.0; install executorch==1.5.1"
         must(refused.returncode != 0 and said in refused.stderr, f"expected a refusal, got {refused.stderr}")
         print("wheel: another executorch is refused by name")
 

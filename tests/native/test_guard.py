@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,23 @@ import pytest
 from tests.native import compiler
 
 HERE = Path(__file__).parent
-LIBRARIES = Path(sys.modules["headrace._core"].__file__ or "").parent / "lib"
+LIBRARIES = compiler.libraries()
 
 
 @pytest.fixture(scope="session")
 def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("guard") / "test_guard"
     compiler.build(
-        *("-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *compiler.engine_flags()),
+        *(
+            "-std=c++20",
+            "-O1",
+            "-g",
+            *compiler.sanitizer_flags(),
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            *compiler.engine_flags(),
+        ),
         *("-I", compiler.INCLUDE, HERE / "test_guard.cpp", "-o", target),
         *(
             f"-L{LIBRARIES}",
@@ -33,7 +41,7 @@ def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(binary: Path, scenario: str) -> str:
-    done = subprocess.run([binary, scenario], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*compiler.prefix(), binary, scenario], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("done\n")
     return done.stdout
