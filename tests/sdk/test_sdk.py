@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -161,6 +162,21 @@ def test_programs_find_the_libraries_of_the_package_they_were_built_with(consume
     assert {str(Path(path).parent) for path in paths} == {
         str(consumer.parent / "moved elsewhere/headrace/lib")
     }
+
+
+def test_the_first_program_of_the_page_is_built_and_prints_what_is_shown(tmp_path: Path) -> None:
+    """PK4: docs/cpp.md, taken as it stands."""
+    page = (project.ROOT / "docs/cpp.md").read_text()
+    blocks = {kind: text for kind, text in reversed(re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL))}
+    assert set(blocks) == {"cpp", "cmake", "text"}
+    (tmp_path / "main.cpp").write_text(blocks["cpp"])
+    (tmp_path / "CMakeLists.txt").write_text(blocks["cmake"])
+    built = project.build(CMAKE, tmp_path, tmp_path / "build", CONFIG)
+    done = project.run(tmp_path, built / "first", project.DIGITS / "digits.pte")
+    assert (done.returncode, done.stdout, done.stderr) == (0, blocks["text"], "")
+    failed = project.run(tmp_path, built / "first", "nowhere.pte")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.startswith("nowhere.pte: expected")
 
 
 # ------------------------------------------------------------------ examples/cpp
