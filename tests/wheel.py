@@ -32,18 +32,19 @@ from tests import programs
 from tests.sdk import project
 
 GREATEST_NBYTES = 12_000_000
+ENGINES = ("", "_threadpool", "_kernels_optimized", "_backend_xnnpack", "_etdump")
 WANTED = [
     r"headrace/__init__\.py",
     r"headrace/_core\.[\w.-]+\.so",
     r"headrace/_schema/program\.py",
-    r"headrace/include/headrace/(program|device|device_guard|caller_stream)\.h",
+    *(f"headrace/include/headrace/{h.name}" for h in (programs.ROOT / "native/include/headrace").glob("*.h")),
     r"headrace/include/engine/executorch/extension/module/module\.h",
-    r"headrace/lib/cmake/headrace/headrace-config(-version)?\.cmake",
+    *(rf"headrace/lib/cmake/headrace/headrace-{name}\.cmake" for name in ("config", "config-version")),
     r"headrace/lib/engine\.json",
-    r"headrace/lib/libheadrace(_cuda|_shims|_stream)?\.so",
-    r"headrace/lib/libexecutorch(_threadpool|_kernels_optimized|_backend_xnnpack|_etdump)?\.so",
-    r"headrace/lib/LICENSE\.(executorch|nanobind)",
-    r"headrace-[\w.]+\.dist-info/licenses/(LICENSE|NOTICE)",
+    *(rf"headrace/lib/libheadrace{name}\.so" for name in ("", "_cuda", "_shims", "_stream")),
+    *(rf"headrace/lib/libexecutorch{name}\.so" for name in ENGINES),
+    *(rf"headrace/lib/LICENSE\.{name}" for name in ("executorch", "nanobind")),
+    *(rf"headrace-[\w.]+\.dist-info/licenses/{name}" for name in ("LICENSE", "NOTICE")),
     r"headrace-[\w.]+\.dist-info/entry_points\.txt",
 ]
 UNWANTED = r"\.(cpp|cc|a|o|pyc)$|(^|/)(native|tests|build|benchmarks|examples)/|CMakeLists|\.txt$"

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +35,20 @@ def run(home: Path, *command: object, **more: str) -> subprocess.CompletedProces
     )
 
 
+def cmake() -> Path:
+    """pip's, beside the interpreter; else the one on the path."""
+    beside = Path(sys.executable).with_name("cmake")
+    found = shutil.which("cmake")
+    assert beside.exists() or found, "expected cmake, got none; pip install cmake"
+    return beside if beside.exists() else Path(str(found))
+
+
 def configure(cmake: Path, source: Path, build: Path, *options: object) -> subprocess.CompletedProcess[str]:
     build.mkdir(parents=True, exist_ok=True)
-    return run(build, cmake, "-S", source, "-B", build, "-DCMAKE_BUILD_TYPE=Release", *options)
+    # make is the system's; where there is none, ninja will do.
+    ninja = None if shutil.which("make", path=PATH) else shutil.which("ninja")
+    generator = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}") if ninja else ()
+    return run(build, cmake, *generator, "-S", source, "-B", build, "-DCMAKE_BUILD_TYPE=Release", *options)
 
 
 def build(cmake: Path, source: Path, folder: Path, *options: object) -> Path:

@@ -6,7 +6,6 @@ import ctypes
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from tests.conftest import run_python, succeeded
 from tests.sdk import project
 
 HERE = Path(__file__).parent
-CMAKE = Path(sys.executable).with_name("cmake")
+CMAKE = project.cmake()
 CONFIG = f"-Dheadrace_DIR={sdk.cmake_dir()}"
 
 
@@ -167,7 +166,8 @@ def test_programs_find_the_libraries_of_the_package_they_were_built_with(consume
 def test_the_first_program_of_the_page_is_built_and_prints_what_is_shown(tmp_path: Path) -> None:
     """PK4: docs/cpp.md, taken as it stands."""
     page = (project.ROOT / "docs/cpp.md").read_text()
-    blocks = {kind: text for kind, text in reversed(re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL))}
+    # The first of each kind.
+    blocks = dict(reversed(re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)))
     assert set(blocks) == {"cpp", "cmake", "text"}
     (tmp_path / "main.cpp").write_text(blocks["cpp"])
     (tmp_path / "CMakeLists.txt").write_text(blocks["cmake"])
@@ -213,7 +213,7 @@ def test_the_application_answers_exactly_as_python_does(
 
 
 def test_without_a_driver_the_application_says_what_is_missing(built: Path, tmp_path: Path) -> None:
-    """GC4, PK4: with one, its answers are checked by tests/cuda."""
+    """GC4, PK4: with one, the test below compares its answers."""
     try:
         headrace.device("cuda:0")
     except headrace.DeviceError:

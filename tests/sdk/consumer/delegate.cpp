@@ -1,4 +1,5 @@
-// How often CudaBackend is registered: linked, opened at run time, or both. Prints the count, and the kernels that came.
+// How often CudaBackend is registered: linked, opened at run time, or both. Prints the count, and the kernels
+// that came.
 #include <headrace/program.h>
 
 #include <cstdio>
