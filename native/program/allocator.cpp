@@ -103,11 +103,12 @@ class Allocator final : public et::DeviceAllocator {
       if (!gpu.ok()) return gpu.status();
       bound = {*gpu, selected_for(**gpu), nullptr};
     }
-    int32_t of = headrace_get_selection().device;
-    if (bound.device->backend() == Backend::kCpu || of == -1 || of == bound.device->id()) return bound;
+    headrace_selection now = headrace_get_selection();
+    bool said = bound.device->backend() != Backend::kCpu && now.selected != 0 && now.device != -1;
+    if (!said || now.device == bound.device->id()) return bound;
     Status status(ErrorCode::kDevice,
                   "memory of " + bound.device->name() + ": expected a stream of it, got one of " +
-                      device_name_of(of, bound.device->name()) +
+                      device_name_of(now.device, bound.device->name()) +
                       " selected; select a stream of the device that the thread is bound to");
     status.device = bound.device->name();
     return status;
