@@ -19,13 +19,14 @@ test: .venv-dev/ready .venv-export/ready ## all tests that need no GPU
 test-seeds: .venv-dev/ready .venv-export/ready ## the contract of streams under 1,000 orders of the simulated device
 	HEADRACE_SEEDS=1000 HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m pytest -q -k seeds tests/contract
 
-test-sanitize: .venv-dev/ready .venv-export/ready ## the contract and every order of dropping, under AddressSanitizer and UBSan
+test-sanitize: .venv-dev/ready .venv-export/ready ## the native tests, the contract and every order of dropping, under AddressSanitizer and UBSan
 	.venv-dev/bin/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv-dev/bin/ninja \
 	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHEADRACE_SANITIZE=address,undefined -DHEADRACE_NATIVE_TESTS=ON -DPython_EXECUTABLE=$(CURDIR)/$(DEV) \
 	  -DHEADRACE_ENGINE_WHEEL=$(HEADRACE_ENGINE_WHEEL) -DCMAKE_INSTALL_PREFIX=$(CURDIR)/build/sanitize/site
 	.venv-dev/bin/cmake --build build/sanitize
 	.venv-dev/bin/cmake --install build/sanitize
 	cp -r src/headrace build/sanitize/site
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.native.sanitize address,undefined build/sanitize/site/headrace/lib
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) HEADRACE_SEEDS=10 $(DEV) -m tests.contract.sanitize build/sanitize/site $(PYTEST)
 
 test-thread: .venv-dev/ready .venv-export/ready ## the native tests, and the libraries that they call, under ThreadSanitizer
@@ -34,7 +35,7 @@ test-thread: .venv-dev/ready .venv-export/ready ## the native tests, and the lib
 	  -DHEADRACE_ENGINE_WHEEL=$(HEADRACE_ENGINE_WHEEL) -DCMAKE_INSTALL_PREFIX=$(CURDIR)/build/thread/site
 	.venv-dev/bin/cmake --build build/thread --target headrace_cuda
 	.venv-dev/bin/cmake --install build/thread --component libraries
-	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.native.thread build/thread/site/headrace/lib $(PYTEST)
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.native.sanitize thread build/thread/site/headrace/lib $(PYTEST)
 
 check: .venv-dev/ready ## format, lint, types, layers
 	.venv-dev/bin/ruff format --check .

@@ -29,7 +29,7 @@ def engine_flags() -> list[object]:
 
 
 def libraries() -> Path:
-    """The folder of libheadrace.so and the engine's libraries: the installed package's, or those that ``tests.native.thread``
+    """The folder of libheadrace.so and the engine's libraries: the installed package's, or those that ``tests.native.sanitize``
     names, which are built with a sanitizer."""
     named = os.environ.get("HEADRACE_NATIVE_LIBRARIES")
     return Path(named or Path(sys.modules["headrace._core"].__file__ or "").parent / "lib")
@@ -47,7 +47,7 @@ def prefix(sanitizer: str = os.environ.get("HEADRACE_NATIVE_SANITIZER", "")) -> 
 def sanitizer_flags() -> list[str]:
     """For programs that call ``libraries()``."""
     sanitizer = os.environ.get("HEADRACE_NATIVE_SANITIZER")
-    return [f"-fsanitize={sanitizer}"] if sanitizer else []
+    return [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"] if sanitizer else []
 
 
 def run(*arguments: object, language: str = "c++") -> subprocess.CompletedProcess[str]:
