@@ -8,7 +8,7 @@ NATIVE := $(shell find native cmake CMakeLists.txt pyproject.toml -type f)
 environment = $(1)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-seeds test-sanitize check format bench wheel fuzz fuzz-native audit-public test-cuda clean
+.PHONY: demo test test-seeds test-sanitize test-thread check format bench wheel fuzz fuzz-native audit-public test-cuda clean
 
 demo: .venv/ready ## set up, then classify handwritten digits
 	$(RUN) -m examples.digits.demo
@@ -19,34 +19,42 @@ test: .venv-dev/ready .venv-export/ready ## all tests that need no GPU
 test-seeds: .venv-dev/ready .venv-export/ready ## the contract of streams under 1,000 orders of the simulated device
 	HEADRACE_SEEDS=1000 HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m pytest -q -k seeds tests/contract
 
-test-sanitize: .venv-dev/ready .venv-export/ready ## the contract and every order of dropping, under AddressSanitizer and UBSan
+test-sanitize: .venv-dev/ready .venv-export/ready ## the native tests, the contract and every order of dropping, under AddressSanitizer and UBSan
 	.venv-dev/bin/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv-dev/bin/ninja \
-	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHEADRACE_SANITIZE=ON -DHEADRACE_NATIVE_TESTS=ON -DPython_EXECUTABLE=$(CURDIR)/$(DEV) \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHEADRACE_SANITIZE=address,undefined -DHEADRACE_NATIVE_TESTS=ON -DPython_EXECUTABLE=$(CURDIR)/$(DEV) \
 	  -DHEADRACE_ENGINE_WHEEL=$(HEADRACE_ENGINE_WHEEL) -DCMAKE_INSTALL_PREFIX=$(CURDIR)/build/sanitize/site
 	.venv-dev/bin/cmake --build build/sanitize
 	.venv-dev/bin/cmake --install build/sanitize
 	cp -r src/headrace build/sanitize/site
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.native.sanitize address,undefined build/sanitize/site/headrace/lib
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) HEADRACE_SEEDS=10 $(DEV) -m tests.contract.sanitize build/sanitize/site $(PYTEST)
+
+test-thread: .venv-dev/ready .venv-export/ready ## the native tests, and the libraries that they call, under ThreadSanitizer
+	.venv-dev/bin/cmake -S . -B build/thread -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv-dev/bin/ninja \
+	  -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 -DHEADRACE_SANITIZE=thread -DPython_EXECUTABLE=$(CURDIR)/$(DEV) \
+	  -DHEADRACE_ENGINE_WHEEL=$(HEADRACE_ENGINE_WHEEL) -DCMAKE_INSTALL_PREFIX=$(CURDIR)/build/thread/site
+	.venv-dev/bin/cmake --build build/thread --target headrace_cuda
+	.venv-dev/bin/cmake --install build/thread --component libraries
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.native.sanitize thread build/thread/site/headrace/lib $(PYTEST)
 
 check: .venv-dev/ready ## format, lint, types, layers
 	.venv-dev/bin/ruff format --check .
 	.venv-dev/bin/ruff check .
-	.venv-dev/bin/clang-format --dry-run --Werror $$(git ls-files 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'benchmarks/*.cpp')
+	.venv-dev/bin/clang-format --dry-run --Werror $$(git ls-files 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'benchmarks/*.cpp' 'examples/*.h' 'examples/*.cpp')
 	.venv-dev/bin/mypy
 	$(DEV) -m pytest -q tests/unit/test_layers.py
 
 format: .venv-dev/ready ## rewrite the sources in the project's format
 	.venv-dev/bin/ruff format .
 	.venv-dev/bin/ruff check --fix .
-	.venv-dev/bin/clang-format -i $$(git ls-files 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'benchmarks/*.cpp')
+	.venv-dev/bin/clang-format -i $$(git ls-files 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'benchmarks/*.cpp' 'examples/*.h' 'examples/*.cpp')
 
 bench: .venv/ready .venv-dev/ready .venv-export/ready ## beside stock ExecuTorch, in one run; JSON in build/bench
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(RUN) -m benchmarks --ours-python $(RUN) --stock-python $(EXPORT)
 
-wheel: .venv-dev/ready .venv-export/ready ## build the wheel into dist, check it, install it in a clean environment
-	rm -rf dist
-	$(DEV) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
-	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.wheel dist
+wheel: .venv-dev/ready .venv-export/ready ## build the wheel into dist; audit it, install it in environments of every kind, build C++ programs against it, build it again
+	$(DEV) -m tests.wheel build dist
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.wheel check dist $(WHEEL)
 
 fuzz: .venv-dev/ready .venv-export/ready ## thousands of damaged programs and data files; minutes
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.run --count 6000

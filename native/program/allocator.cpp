@@ -3,7 +3,9 @@
 #include <executorch/runtime/core/device_allocator.h>
 
 #include <algorithm>
+#include <array>
 
+#include "headrace/program.h"
 #include "program/backend.h"
 
 namespace headrace {
@@ -16,6 +18,14 @@ thread_local const DeviceGuard* innermost = nullptr;
 
 bool holds(const std::vector<const void*>& list, const void* address) {
   return std::find(list.begin(), list.end(), address) != list.end();
+}
+
+// Where work of the calling thread goes that no call has a stream for: never to the legacy stream unless that
+// was selected (SY2, OR1).
+StreamHandle selected_for(const Device& device) {
+  headrace_selection now = headrace_get_selection();
+  if (device.backend() == Backend::kCpu || now.selected == 0) return kPerThreadStream;
+  return reinterpret_cast<StreamHandle>(now.stream);
 }
 
 class Allocator final : public et::DeviceAllocator {
@@ -76,17 +86,32 @@ class Allocator final : public et::DeviceAllocator {
  private:
   struct Bound {
     DeviceRef device;
-    StreamHandle stream;
-    CallContext* call;
+    StreamHandle stream = kPerThreadStream;
+    CallContext* call = nullptr;
   };
 
   Result<Bound> resolve(const void* address, et::etensor::DeviceIndex index) {
-    if (innermost != nullptr) return Bound{innermost->device(), innermost->stream(), innermost->call()};
-    if (DeviceRef device = address ? device_of(address) : nullptr)
-      return Bound{device, kLegacyStream, nullptr};
-    return Status(ErrorCode::kDevice,
-                  "cuda:" + std::to_string(index) +
-                      ": expected a thread bound to a device (headrace::DeviceGuard), got none");
+    Bound bound;
+    if (innermost != nullptr) {
+      if (Status status = innermost->status(); !status.ok()) return status;
+      bound = {innermost->device(), innermost->stream(), innermost->call()};
+      if (bound.call != nullptr) return bound;
+    } else if (DeviceRef device = address ? device_of(address) : nullptr) {
+      bound = {device, selected_for(*device), nullptr};
+    } else {
+      auto gpu = cuda_device(index);
+      if (!gpu.ok()) return gpu.status();
+      bound = {*gpu, selected_for(**gpu), nullptr};
+    }
+    headrace_selection now = headrace_get_selection();
+    bool said = bound.device->backend() != Backend::kCpu && now.selected != 0 && now.device != -1;
+    if (!said || now.device == bound.device->id()) return bound;
+    Status status(ErrorCode::kDevice,
+                  "memory of " + bound.device->name() + ": expected a stream of it, got one of " +
+                      device_name_of(now.device, bound.device->name()) +
+                      " selected; select a stream of the device that the thread is bound to");
+    status.device = bound.device->name();
+    return status;
   }
 
   et::Error finish(Device& device, StreamHandle stream) {
@@ -97,12 +122,67 @@ class Allocator final : public et::DeviceAllocator {
 
 }  // namespace
 
-DeviceGuard::DeviceGuard(DeviceRef device, StreamHandle stream, CallContext* call)
-    : device_(std::move(device)), stream_(stream), call_(call), outer_(innermost) {
+Mirror::~Mirror() { headrace_mirror_end(&mirror_); }
+
+Status Mirror::begin(const Device& device, StreamHandle stream) {
+  const headrace_selection selection{reinterpret_cast<cudaStream_t>(stream), device.id(), 1};
+  if (headrace_mirror_begin(&mirror_, selection) >= 0) return {};
+  std::array<char, 4096> file{};
+  (void)headrace_find_unmirrored(file.data(), file.size());
+  return Status(
+      ErrorCode::kEngine,
+      std::string(file.data()) +
+          ": expected ExecuTorch's caller stream as its releases 1.4 and 1.5 have it, got one "
+          "in which no stream can be selected from outside; delegates that read it would run elsewhere: "
+          "remove that library, or use its version for executorch 1.5.1");
+}
+
+DeviceGuard::DeviceGuard(DeviceRef device) : device_(std::move(device)), outer_(innermost) {
+  if (Status status = hold(); !status.ok()) failure_ = std::make_unique<const Status>(std::move(status));
   innermost = this;
 }
+
+DeviceGuard::DeviceGuard(DeviceRef device, StreamHandle stream)
+    : device_(std::move(device)), outer_(innermost) {
+  given_ = stream;
+  if (Status status = hold(); !status.ok()) failure_ = std::make_unique<const Status>(std::move(status));
+  // From here on the selection says which: a guard within this one may select another.
+  given_.reset();
+  innermost = this;
+}
+
+DeviceGuard::DeviceGuard(DeviceRef device, StreamHandle stream, CallContext* call)
+    : device_(std::move(device)), given_(stream), call_(call), outer_(innermost) {
+  innermost = this;
+}
+
 DeviceGuard::~DeviceGuard() { innermost = outer_; }
-const DeviceGuard* DeviceGuard::current() { return innermost; }
+
+Status DeviceGuard::hold() {
+  if (Status status = initialize(); !status.ok()) return status;
+  if (device_ == nullptr) {
+    return Status(
+        ErrorCode::kDevice,
+        "DeviceGuard: expected a device, got none; look at the Result of cuda_device() before using it");
+  }
+  if (!given_) return {};
+  if (Status status = device_->check_stream(*given_); !status.ok()) return status;
+  if (device_->backend() == Backend::kCuda) {
+    mirror_ = std::make_unique<Mirror>();
+    if (Status status = mirror_->begin(*device_, *given_); !status.ok()) return status;
+  }
+  selection_.emplace(reinterpret_cast<cudaStream_t>(*given_), device_->id());
+  return {};
+}
+
+StreamHandle DeviceGuard::stream() const {
+  if (given_) return *given_;
+  return device_ == nullptr ? kPerThreadStream : selected_for(*device_);
+}
+
+const DeviceGuard* DeviceGuard::current() {
+  return innermost != nullptr && innermost->failure_ == nullptr ? innermost : nullptr;
+}
 
 Status register_allocator() {
   static Allocator* ours = nullptr;

@@ -5,6 +5,7 @@
 #include <span>
 #include <vector>
 
+#include "headrace/caller_stream.h"
 #include "headrace/device_guard.h"
 
 namespace headrace {
@@ -27,6 +28,19 @@ struct CallContext {
   bool host_reads = false;          // device work reads planned host memory, and may still run afterwards
   GraphStaging* staging = nullptr;  // of a walk for a graph
   Status failure;                   // why a copy or a delegate failed, in full
+};
+
+// The stream of a call in ExecuTorch's own caller-stream libraries, for delegates that read those (CS3).
+class Mirror {
+ public:
+  Mirror() = default;
+  ~Mirror();
+  Mirror(const Mirror&) = delete;
+  Mirror& operator=(const Mirror&) = delete;
+  Status begin(const Device& device, StreamHandle stream);
+
+ private:
+  headrace_mirror mirror_{};
 };
 
 // Registers the allocator with the engine. kEngine: somebody else's is there.

@@ -1,6 +1,7 @@
 #include "program/instance.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <new>
@@ -23,21 +24,6 @@ namespace {
 std::atomic<uint64_t> next_instance{1};
 
 }  // namespace
-
-Mirror::~Mirror() { headrace_mirror_end(&mirror_); }
-
-Status Mirror::begin(const Device& device, StreamHandle stream) {
-  const headrace_selection selection{reinterpret_cast<cudaStream_t>(stream), device.id(), 1};
-  if (headrace_mirror_begin(&mirror_, selection) >= 0) return {};
-  std::array<char, 4096> file{};
-  (void)headrace_find_unmirrored(file.data(), file.size());
-  return Status(
-      ErrorCode::kEngine,
-      std::string(file.data()) +
-          ": expected ExecuTorch's caller stream as its releases 1.4 and 1.5 have it, got one "
-          "in which no stream can be selected from outside; delegates that read it would run elsewhere: "
-          "remove that library, or use its version for executorch 1.5.1");
-}
 
 Instance::Scope::Scope(Instance& self, StreamHandle stream, CallContext& context, bool ordered, bool named)
     : self_(self), stream_(stream), ordered_(ordered), named_(named), guard_(self.device_, stream, &context) {
@@ -106,7 +92,8 @@ Status Instance::close() {
 Instance::~Instance() {
   (void)close();
   if (!uses_device_) return;
-  DeviceGuard guard(device_, kPerThreadStream);
+  CallContext context;
+  DeviceGuard guard(device_, kPerThreadStream, &context);
   method_.reset();
 }
 

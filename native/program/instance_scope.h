@@ -8,22 +8,10 @@
 
 #include "device/record.h"
 #include "headrace/device_guard.h"
+#include "program/allocator.h"
 #include "program/instance.h"
 
 namespace headrace {
-
-// The stream of a call in ExecuTorch's own caller-stream libraries, for delegates that read those (CS3).
-class Mirror {
- public:
-  Mirror() = default;
-  ~Mirror();
-  Mirror(const Mirror&) = delete;
-  Mirror& operator=(const Mirror&) = delete;
-  Status begin(const Device& device, StreamHandle stream);
-
- private:
-  headrace_mirror mirror_{};
-};
 
 class Instance::Scope {
  public:

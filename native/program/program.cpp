@@ -204,6 +204,7 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
     return Status(ErrorCode::kOption,
                   "instances: expected a count between 1 and 1024, got " + std::to_string(options.instances));
   }
+  if (Status status = initialize(); !status.ok()) return status;
   if (Status status = check_one_selection(); !status.ok()) return status;
   if (Status status = check_not_torn("load"); !status.ok()) return status;
   arm_exit_gate();

@@ -28,7 +28,7 @@ from numpy.lib.npyio import NpzFile
 
 import headrace
 
-from . import aoti, bench, doctor, pte
+from . import aoti, bench, doctor, pte, sdk
 from .audit import command as audit
 from .audit import fatbin
 from .device import device as open_device
@@ -486,6 +486,25 @@ def _bench(args: argparse.Namespace) -> int:
     return DIFFERS if "proposal" in found and found["proposal"]["lanes"] is None else OK
 
 
+# ------------------------------------------------------------------- sdk
+
+
+def _sdk(args: argparse.Namespace) -> int:
+    folders = {
+        "cmake_dir": sdk.cmake_dir(),
+        "include_dir": sdk.include_dir(),
+        "library_dir": sdk.library_dir(),
+    }
+    asked = [name for name in folders if getattr(args, name)] or list(folders)
+    if args.json:
+        _print_json("sdk", {name: folders[name] for name in asked})
+        return OK
+    for name in asked:
+        # One alone is printed bare, for a command substitution.
+        print(folders[name] if len(asked) == 1 else f"{name:12} {folders[name]}")
+    return OK
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="headrace", description=headrace.__doc__, epilog=(__doc__ or "").split("\n\n", 1)[1]
@@ -559,6 +578,12 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_arguments(one)
     _add_import(one)
     one.set_defaults(run=_bench)
+
+    one = commands.add_parser("sdk", help="the folders of the C++ SDK; one alone is printed bare")
+    one.add_argument("--cmake-dir", action="store_true", help="for CMake: -Dheadrace_DIR=…")
+    one.add_argument("--include-dir", action="store_true", help="for the compiler: -I…")
+    one.add_argument("--library-dir", action="store_true", help="for the linker: -L…")
+    one.set_defaults(run=_sdk)
 
     one = commands.add_parser("audit", help="check a CUDA wheel, or decide what a build row means")
     audit.add_arguments(one)

@@ -43,7 +43,7 @@ class Engine:
     folder: str
 
 
-def _bundled() -> Path:
+def bundled() -> Path:
     """The folder of the libraries that came with this package: beside the extension."""
     spec = importlib.util.find_spec("headrace._core")
     if spec is None or spec.origin is None:
@@ -121,10 +121,10 @@ def _check_mapped(folder: Path) -> None:
 
 
 def _load() -> tuple[Engine, Any]:
-    bundled = _bundled()
-    wanted = json.loads((bundled / "engine.json").read_text())
+    ours = bundled()
+    wanted = json.loads((ours / "engine.json").read_text())
     package = _installed()
-    folder = _check_installed(package, wanted) if package else bundled
+    folder = _check_installed(package, wanted) if package else ours
     _check_mapped(folder)
     for name in LIBRARIES:
         try:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The tests on a GPU, tests/cuda and the contract, on a machine without a package index: build the package with what
+# The tests on a GPU, tests/cuda, the contract and the C++ example, on a machine without a package index: build the package with what
 # is there and with the wheels in a folder, install it beside them, run `make test-cuda`'s tests.
 #
 #   tests/cuda/run.sh WHEELS [pytest arguments]
@@ -31,4 +31,4 @@ if [ ! -e "$site/headrace/__init__.py" ]; then
 fi
 mkdir -p build/programs
 [ ! -d "$wheels/programs" ] || cp -r "$wheels"/programs/. build/programs
-PYTHONPATH=$site:$here HEADRACE_REQUIRE_CUDA=1 exec "$python" -P -m pytest -p no:cacheprovider -m cuda "$@" tests/cuda tests/contract
+PYTHONPATH=$site:$here HEADRACE_REQUIRE_CUDA=1 exec "$python" -P -m pytest -p no:cacheprovider -m cuda "$@" tests/cuda tests/contract tests/sdk

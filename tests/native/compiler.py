@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +26,28 @@ def engine_flags() -> list[object]:
         *("-isystem", include, "-isystem", include / "executorch/runtime/core/portable_type/c10"),
         *("-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_USE_THREADPOOL", "-DET_EVENT_TRACER_ENABLED"),
     ]
+
+
+def libraries() -> Path:
+    """The folder of libheadrace.so and the engine's libraries: the installed package's, or those that ``tests.native.sanitize``
+    names, which are built with a sanitizer."""
+    named = os.environ.get("HEADRACE_NATIVE_LIBRARIES")
+    return Path(named or Path(sys.modules["headrace._core"].__file__ or "").parent / "lib")
+
+
+def prefix(sanitizer: str = os.environ.get("HEADRACE_NATIVE_SANITIZER", "")) -> list[str]:
+    """What a program built with it is started with. ThreadSanitizer's older run times refuse an address space that is
+    randomized in more than 28 bits."""
+    fixed = ["setarch", platform.machine(), "-R"]
+    if sanitizer != "thread" or not shutil.which("setarch"):
+        return []
+    return fixed if subprocess.run([*fixed, "true"], capture_output=True).returncode == 0 else []
+
+
+def sanitizer_flags() -> list[str]:
+    """For programs that call ``libraries()``."""
+    sanitizer = os.environ.get("HEADRACE_NATIVE_SANITIZER")
+    return [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"] if sanitizer else []
 
 
 def run(*arguments: object, language: str = "c++") -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from tests import programs
 from tests.native import compiler
 
 HERE = Path(__file__).parent
-LIBRARIES = Path(sys.modules["headrace._core"].__file__ or "").parent / "lib"
+LIBRARIES = compiler.libraries()
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +19,16 @@ def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``test_calls.cpp``, compiled against the engine's headers that the build of the package laid out."""
     target = tmp_path_factory.mktemp("native") / "test_calls"
     compiler.build(
-        *("-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *compiler.engine_flags()),
+        *(
+            "-std=c++20",
+            "-O1",
+            "-g",
+            *compiler.sanitizer_flags(),
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            *compiler.engine_flags(),
+        ),
         *("-I", compiler.INCLUDE, HERE / "test_calls.cpp", "-o", target),
         *(f"-L{LIBRARIES}", f"-Wl,-rpath,{LIBRARIES}"),
         # The kernels only register themselves, so nothing here refers to them.
@@ -46,6 +54,9 @@ def test_calls(binary: Path, scenario: str, program: str) -> None:
     """OR7: one call at a time in an instance, as many at a time as there are instances, methods apart.
     OP3, OP4, DE5: a delegate that fails, refuses or is unavailable. LT3: handles, and the end of the process."""
     done = subprocess.run(
-        [binary, scenario, programs.load(program).path], capture_output=True, text=True, timeout=120
+        [*compiler.prefix(), binary, scenario, programs.load(program).path],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, "")

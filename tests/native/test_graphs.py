@@ -18,7 +18,16 @@ HERE = Path(__file__).parent
 def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("native") / "test_graphs"
     compiler.build(
-        *("-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *compiler.engine_flags()),
+        *(
+            "-std=c++20",
+            "-O1",
+            "-g",
+            *compiler.sanitizer_flags(),
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            *compiler.engine_flags(),
+        ),
         *("-I", compiler.INCLUDE, HERE / "test_graphs.cpp", "-o", target),
         *(f"-L{LIBRARIES}", f"-Wl,-rpath,{LIBRARIES}", "-lheadrace", "-lexecutorch", "-pthread"),
     )
@@ -30,5 +39,7 @@ def test_graphs_from_cpp(binary: Path, scenario: str) -> None:
     """GR1, GR2: capture and replays of native delegates with state; what a graph pins outlives its last launch.
     GR6: a failure in either stage puts the state back. GR7: one that says no, or nothing, is refused by name."""
     program = Path(committed).parent / "chain10.pte"
-    done = subprocess.run([binary, scenario, program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*compiler.prefix(), binary, scenario, program], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stderr) == (0, "")

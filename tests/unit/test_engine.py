@@ -112,6 +112,12 @@ def test_importing_the_command_line_and_the_reader_imports_nothing_else() -> Non
     assert {"headrace", "numpy"} <= set(out.split())
 
 
+def test_importing_leaves_less_than_60_mb_resident() -> None:
+    """PK1: NumPy included."""
+    code = "import headrace, re; print(*re.findall(r'VmRSS:\\s+(\\d+) kB', open('/proc/self/status').read()))"
+    assert 0 < int(succeeded(run_python(code))) * 1024 < 60_000_000
+
+
 # ------------------------------------------------------------------- PK7
 
 

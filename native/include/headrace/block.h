@@ -1,5 +1,8 @@
 // Memory that outlives the call that filled it: outputs, staging, whatever a Buffer shows. A block knows the
 // work that still uses it, so it may be dropped and taken again with that work in flight.
+//
+// Threads: everything here may be used from any thread, except that a scope belongs to the thread and the
+// block of code that made it. Waiting: Block::wait() and drain() wait on the host, and nothing else does.
 #pragma once
 
 #include <atomic>

@@ -1,7 +1,7 @@
 // The stream that the caller selected, one value per thread, for every delegate in the process.
 //
-//   headrace::CallerStreamGuard guard(stream);   // select; the former selection is back when it ends
-//   headrace::caller_stream();                   // what a delegate asks: a stream, or nothing selected
+//     headrace::CallerStreamGuard guard(stream);     // select; the former selection is back when it ends
+//     auto chosen = headrace::caller_stream();       // what a delegate asks: a stream, or nothing selected
 //
 // The state is in libheadrace_stream.so, which depends on the C library alone. This header needs no CUDA
 // toolkit; beside <cuda_runtime.h> it may come first or second. What is inside extern "C" is also C11.

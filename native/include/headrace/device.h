@@ -5,6 +5,14 @@
 // Rules that are CUDA's are cited where they are checked; the driver API's reference is meant
 // (https://docs.nvidia.com/cuda/cuda-driver-api/), and measurements where it is silent.
 //
+//     auto sim = headrace::make_sim_device({});
+//     auto stream = sim->create_stream({});
+//     if (!stream.ok()) return stream.status();
+//     auto data = sim->allocate(1024, *stream);
+//     if (!data.ok()) return data.status();
+//     if (auto status = sim->fill(*data, 0, 1024, *stream); !status.ok()) return status;
+//     return sim->synchronize(*stream);
+//
 // Threads: a device may be used from any thread. No function holds a lock while a host function runs.
 // No function changes the calling thread's current context or device; a ContextScope does, for as long as it
 // lives. Waiting: functions wait for the device only where they say so. Errors: kDevice with `device` set,
@@ -133,7 +141,7 @@ using PartitionRef = std::shared_ptr<Partition>;
 struct StreamOptions {
   int priority = 0;       // lower numbers are more urgent, as in CUDA
   bool blocking = false;  // whether the legacy stream and this one order each other
-  PartitionRef partition;
+  PartitionRef partition = nullptr;
 };
 
 struct SmLimits {

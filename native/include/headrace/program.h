@@ -1,6 +1,25 @@
 // Programs and methods: load an ExecuTorch program, bind memory, run a method. Python's headrace.load() is
 // this class; nothing here needs Python.
 //
+//     auto file = headrace::Bytes::read("model.pte");
+//     if (!file.ok()) return file.status();
+//     auto program = headrace::Program::load(*file, {});
+//     if (!program.ok()) return program.status();
+//     headrace::Value input;  // float32[2, 80], C order, on the host
+//     input.kind = headrace::Value::Kind::kTensor;
+//     input.tensor.data = x;
+//     input.tensor.ndim = 2;
+//     input.tensor.sizes = {2, 80};
+//     headrace::set_dense_strides(input.tensor);
+//     std::vector<headrace::Value> outputs;
+//     return (*program)->method("forward")->run({&input, 1}, {}, {}, outputs);
+//
+// Ownership: a Program owns its methods' memory; a Method keeps what it needs of the program alive, and
+// answers kProgram once that was closed. Inputs are borrowed until run() returns, on a device until the work
+// of the call is done, for which `block` or `keep` hold them. Outputs are held by their block.
+//
+// Waiting: run() says when it waits; loading waits for the device; nothing else does unless it says so.
+//
 // Threads: every function may be called from any thread. Calls of one method share its planned memory and
 // therefore run one after the other, unless the program was opened with several instances.
 #pragma once
@@ -273,7 +292,8 @@ HEADRACE_API int num_threads();
 // kOption: outside 1 to 1024, or a program is loaded (its delegates hold on to the pool).
 HEADRACE_API Status set_num_threads(int count);
 
-// Prepares the engine once per process: collects its log, registers our device allocator.
+// Prepares the engine once per process: collects its log, registers our device allocator. Program::load() and
+// DeviceGuard do it by themselves.
 // kEngine: another library already owns a slot that is ours.
 HEADRACE_API Status initialize();
 

@@ -1,6 +1,12 @@
 // How a failure is told in C++: no exceptions cross this library. A function that can fail returns a
 // Status, or a Result<T>; both are [[nodiscard]]. The message says where, what was expected, what came
 // and what to do; `log` holds the engine's own log lines of the same failure, oldest first.
+//
+//     auto result = headrace::number();
+//     if (!result.ok()) return result.status();
+//     int value = *result;
+//
+// Threads: values, owned by whoever holds them; nothing here waits or locks.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,5 @@
-// What a tensor is at the boundary of this library: a borrowed view on memory that somebody else owns.
+// What a tensor is at the boundary of this library: a borrowed view on memory that somebody else owns, on the
+// host or on a device. A view is a plain value: nothing here looks at the memory, waits or locks.
 #pragma once
 
 #include <array>

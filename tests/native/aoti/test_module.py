@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from tests import programs
 from tests.native import compiler
 from tests.programs import AOTI
 
-LIBRARIES = Path(sys.modules["headrace._core"].__file__ or "").parent / "lib"
+LIBRARIES = compiler.libraries()
 
 
 @pytest.fixture(scope="module", params=["linked", "opened"])
@@ -26,7 +25,14 @@ def binary(
     target = tmp_path_factory.mktemp("module") / request.param
     kernels = ["-Wl,--no-as-needed", "-lexecutorch_kernels_optimized"]
     compiler.build(
-        *("-std=c++20", "-O1", "-g", "-DC10_USING_CUSTOM_GENERATED_MACROS", "-DET_USE_THREADPOOL"),
+        *(
+            "-std=c++20",
+            "-O1",
+            "-g",
+            *compiler.sanitizer_flags(),
+            "-DC10_USING_CUSTOM_GENERATED_MACROS",
+            "-DET_USE_THREADPOOL",
+        ),
         *("-DET_EVENT_TRACER_ENABLED", "-isystem", engines[-1]),
         *("-isystem", engines[-1] / "executorch/runtime/core/portable_type/c10"),
         *(f"-I{compiler.INCLUDE}", f"-I{compiler.ROOT / 'native'}", Path(__file__).with_suffix(".cpp")),
@@ -41,7 +47,11 @@ def binary(
 def run(binary: tuple[Path, dict[str, str]], *arguments: object) -> str:
     target, environment = binary
     done = subprocess.run(
-        [target, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=120
+        [*compiler.prefix(), target, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import re
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,14 +57,6 @@ def build(sanitizer: str) -> Path:
     return make(BUILD / f"tests-{digest(flags, *objects)}", *flags, *objects, "-pthread", "-ldl")
 
 
-def prefix(sanitizer: str) -> list[str]:
-    """ThreadSanitizer's older run times refuse an address space that is randomized in more than 28 bits."""
-    fixed = ["setarch", platform.machine(), "-R"]
-    if sanitizer != "thread" or not shutil.which("setarch"):
-        return []
-    return fixed if subprocess.run([*fixed, "true"], capture_output=True).returncode == 0 else []
-
-
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_the_devices_keep_their_rules(sanitizer: str, tmp_path: Path) -> None:
     """OR2, OR3, OR6, CS6, LT3, GR8, GC1, as far as they are the device's: sentences in the C++ files beside this."""
@@ -74,7 +64,7 @@ def test_the_devices_keep_their_rules(sanitizer: str, tmp_path: Path) -> None:
     empty.write_text("int main() {}\n")
     if compiler.run(f"-fsanitize={sanitizer}", empty, "-o", tmp_path / "empty").returncode != 0:
         pytest.skip(f"the compiler has no run time for -fsanitize={sanitizer}")
-    command = [*prefix(sanitizer), str(build(sanitizer))]
+    command = [*compiler.prefix(sanitizer), str(build(sanitizer))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     report = done.stdout[-6000:] + done.stderr[-6000:]
     assert (done.returncode, done.stderr) == (0, ""), report
