@@ -30,7 +30,7 @@ import headrace
 
 from . import aoti, doctor, pte
 from .audit import command as audit
-from .audit import fatbin
+from .pte import fatbin
 from .errors import HeadraceError, InputError, OptionError
 from .program import Method, ValueInfo
 
