@@ -30,9 +30,9 @@ import headrace
 
 from . import aoti, doctor, pte
 from .audit import command as audit
-from .pte import fatbin
 from .errors import HeadraceError, InputError, OptionError
 from .program import Method, ValueInfo
+from .pte import fatbin
 
 __all__ = ["main"]
 
