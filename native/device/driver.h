@@ -24,6 +24,8 @@ using Pool = struct PoolOf*;
 using Graph = struct GraphOf*;
 using GraphExec = struct GraphExecOf*;
 using GraphNode = struct GraphNodeOf*;
+using Module = struct ModuleOf*;
+using Function = struct FunctionOf*;
 using GreenContext = struct GreenContextOf*;
 using ResourceDescription = struct ResourceDescriptionOf*;
 using HostFunction = void (*)(void*);
@@ -68,6 +70,7 @@ enum : Code {
   kNoDevice = 100,
   kInvalidDevice = 101,
   kInvalidContext = 201,
+  kNoBinaryForGpu = 209,
   kInvalidHandle = 400,
   kIllegalState = 401,
   kNotReady = 600,
@@ -103,6 +106,8 @@ enum : int {
 // CUpointer_attribute, CUmemorytype
 enum : int {
   kPointerMemoryType = 2,
+  kPointerDevice = 3,
+  kPointerHost = 4,
   kPointerIsManaged = 8,
   kPointerDeviceOrdinal = 9,
   kPointerRangeStart = 11,
@@ -183,7 +188,13 @@ enum : unsigned { kGreenDefaultStream = 1 };
   X(GraphUpload, "cuGraphUpload", (GraphExec, Stream))                                        \
   X(GraphLaunch, "cuGraphLaunch", (GraphExec, Stream))                                        \
   X(GraphDestroy, "cuGraphDestroy", (Graph))                                                  \
-  X(GraphExecDestroy, "cuGraphExecDestroy", (GraphExec))
+  X(GraphExecDestroy, "cuGraphExecDestroy", (GraphExec))                                      \
+  X(ModuleLoadData, "cuModuleLoadData", (Module*, const void*))                               \
+  X(ModuleUnload, "cuModuleUnload", (Module))                                                 \
+  X(ModuleGetFunction, "cuModuleGetFunction", (Function*, Module, const char*))               \
+  X(FuncSetAttribute, "cuFuncSetAttribute", (Function, int, int))                             \
+  X(LaunchKernel, "cuLaunchKernel",                                                           \
+    (Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, void**))
 
 // Null where the driver lacks them: partitions need all the green ones, which came with CUDA 12.4.
 #define HEADRACE_DRIVER_OPTIONAL(X)                                                                    \
