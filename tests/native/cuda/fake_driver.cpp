@@ -1066,11 +1066,17 @@ ENTRY Code cuGraphLaunch(cu::GraphExec handle, cu::Stream stream_handle) {
 }
 ENTRY Code cuGraphDestroy(cu::Graph handle) {
   BEGIN("cuGraphDestroy");
-  return graphs.erase(reinterpret_cast<Graph*>(handle)) ? cu::kSuccess : cu::kInvalidValue;
+  auto* graph = reinterpret_cast<Graph*>(handle);
+  if (graphs.erase(graph) == 0) return cu::kInvalidValue;
+  delete graph;
+  return cu::kSuccess;
 }
 ENTRY Code cuGraphExecDestroy(cu::GraphExec handle) {
   BEGIN("cuGraphExecDestroy");
-  return execs.erase(reinterpret_cast<Exec*>(handle)) ? cu::kSuccess : cu::kInvalidValue;
+  auto* exec = reinterpret_cast<Exec*>(handle);
+  if (execs.erase(exec) == 0) return cu::kInvalidValue;
+  delete exec;
+  return cu::kSuccess;
 }
 
 // ---- kernels
