@@ -359,6 +359,7 @@ Island::~Island() {
   std::optional<RelaxedScope> relaxed;
   if (device_ != nullptr) {
     current.emplace(gpu());
+    if (!current->ok()) current.emplace(gpu());
     relaxed.emplace(*device_);
   }
   if (container_ != nullptr) {

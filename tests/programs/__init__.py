@@ -145,6 +145,10 @@ class Collection:
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
         return ROOT / "build" / "programs" / digest.hexdigest()[:16]
 
+    def there(self) -> bool:
+        """Whether the export is there."""
+        return (self.folder() / "index.json").exists()
+
     def ensure(self) -> Path:
         """The folder, exported first, in a process of its own, where it is not there yet."""
         there = self.folder()

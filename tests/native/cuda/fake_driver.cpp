@@ -7,7 +7,8 @@
 // Streams are ordered by events, and the legacy stream and blocking ones by the order of their calls. A
 // launch runs a graph's nodes one after the other, as they were captured.
 //
-// Made to differ by the environment (FAKE_DEVICES, FAKE_VERSION, FAKE_INIT, FAKE_NO_POOLS, FAKE_MEMORY) and,
+// Made to differ by the environment (FAKE_DEVICES, FAKE_VERSION, FAKE_INIT, FAKE_NO_POOLS, FAKE_MEMORY,
+// FAKE_CAPABILITY) and,
 // for entry points that are missing, by macros (NO_GREEN, NO_NEWER, NO_POOL_ENTRY, NO_DRIVER).
 #include <algorithm>
 #include <condition_variable>
@@ -41,6 +42,7 @@ int number(const char* name, int otherwise) {
 const int kDevices = number("FAKE_DEVICES", 1);
 const bool kEager = number("FAKE_EAGER", 0) != 0;
 const size_t kMemory = static_cast<size_t>(number("FAKE_MEMORY", 1 << 30));
+const int kCapability = number("FAKE_CAPABILITY", 90);
 constexpr unsigned kSms = 132, kLeast = 8;
 
 struct Green;
@@ -226,6 +228,7 @@ void run_until(const OpRef& op, Lock& lock) {
     }
     stream->queue.pop_front();
     next->done = true;
+    next->run = next->outside = nullptr;  // with what they hold
     idle.notify_all();
   }
 }
@@ -497,6 +500,7 @@ ENTRY Code cuGetErrorName(Code code, const char** name) {
                                                     {100, "CUDA_ERROR_NO_DEVICE"},
                                                     {101, "CUDA_ERROR_INVALID_DEVICE"},
                                                     {201, "CUDA_ERROR_INVALID_CONTEXT"},
+                                                    {209, "CUDA_ERROR_NO_BINARY_FOR_GPU"},
                                                     {400, "CUDA_ERROR_INVALID_HANDLE"},
                                                     {401, "CUDA_ERROR_ILLEGAL_STATE"},
                                                     {600, "CUDA_ERROR_NOT_READY"},
@@ -543,8 +547,8 @@ ENTRY Code cuDeviceGetAttribute(int* value, int attribute, cu::Device) {
   BEGIN("cuDeviceGetAttribute");
   static const std::map<int, int> values = {{cu::kAttributeSmCount, static_cast<int>(kSms)},
                                             {cu::kAttributeUnifiedAddressing, 1},
-                                            {cu::kAttributeCapabilityMajor, 9},
-                                            {cu::kAttributeCapabilityMinor, 0},
+                                            {cu::kAttributeCapabilityMajor, kCapability / 10},
+                                            {cu::kAttributeCapabilityMinor, kCapability % 10},
                                             {cu::kAttributeMemoryPools, number("FAKE_NO_POOLS", 0) ? 0 : 1},
                                             {cu::kAttributeMps, 0}};
   auto found = values.find(attribute);
