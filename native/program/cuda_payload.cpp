@@ -160,7 +160,7 @@ std::string check_cuda_payload(std::string_view bytes, std::string_view method, 
     return found;
   };
   (void)want(payload->library_key);
-  if (!payload->blob_key.empty()) (void)want(payload->blob_key);
+  // Whether constants in one piece are wanted at all, the library alone knows.
   for (const CudaConstant& c : payload->constants) {
     auto found = want(c.key);
     if (found && found->size() != c.nbytes) {

@@ -84,7 +84,13 @@ def calls(gpu: Any, mlp: Mlp) -> None:
     with mlp.program.open(gpu) as loaded:
         method = loaded["forward"]
         assert counts("cuModuleLoadData") == len(mlp.kernels) and counts("cuLaunchKernel") == launches
-        streams = [None, gpu.stream(), gpu.stream(blocking=True), gpu.per_thread_stream(), gpu.legacy_stream()]
+        streams = [
+            None,
+            gpu.stream(),
+            gpu.stream(blocking=True),
+            gpu.per_thread_stream(),
+            gpu.legacy_stream(),
+        ]
         streams.append(gpu.partition(sms=8).stream())
         ran = 0
         modules, made = counts("cuModuleLoadData"), counts("cuMemAllocFromPoolAsync")
@@ -144,7 +150,13 @@ FIXED = {"cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease", "cuCtxPushCurr
 FIXED |= {"cuGraphDestroy", "cuGraphExecDestroy", "cuEventDestroy", "cuCtxGetCurrent"}
 LEFT = {"modules", "stack", "unloaded", "captures", "graphs", "streams"}
 # What a library's work is made of.
-TOLD = {"cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuMemcpyAsync", "cuMemAllocFromPoolAsync"}
+TOLD = {
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuLaunchKernel",
+    "cuMemcpyAsync",
+    "cuMemAllocFromPoolAsync",
+}
 
 
 def faults(gpu: Any, mlp: Mlp) -> int:
