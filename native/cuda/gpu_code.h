@@ -25,7 +25,7 @@ struct GpuCode {
   // By NVIDIA's rules: SASS runs on GPUs of its major version whose minor version is no less, PTX on those
   // whose version is no less (CUDA C++ Programming Guide, "Binary Compatibility", "PTX Compatibility"; suffixes
   // in "Family-Specific Features"). A PTX that a driver is too old for is not told here.
-  bool runs_on(int major, int minor) const;
+  HEADRACE_API bool runs_on(int major, int minor) const;
 };
 
 // One kernel's code: alternatives, of which the driver takes one.

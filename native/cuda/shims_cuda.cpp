@@ -58,7 +58,8 @@ int32_t copy(Arena& arena, void* to, const void* from, size_t nbytes, void* stre
 
 int32_t driver_failed(int32_t code) {
   Arena* arena = gpu_arena();
-  if (arena != nullptr && code != 0 && arena->counts.code == 0) arena->counts.code = code;
+  bool failed = code != 0 && code != cu::kNotReady;
+  if (arena != nullptr && failed && arena->counts.code == 0) arena->counts.code = code;
   return code;
 }
 
@@ -185,9 +186,7 @@ SHIM int hrceEventDestroy(void* event) {
 SHIM int hrceEventQuery(void* event) {
   return on_driver([&](Arena& arena, const cu::Driver& driver) -> int32_t {
     if (!arena.run.events) return 0;
-    int32_t code = driver.EventQuery(static_cast<cu::Event>(event));
-    if (code == cu::kNotReady) arena.counts.code = 0;
-    return code;
+    return driver.EventQuery(static_cast<cu::Event>(event));
   });
 }
 SHIM int hrceEventRecord(void* event, void* stream) {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from typing import Any
 
@@ -20,11 +19,13 @@ from .test_streams import bits
 pytestmark = pytest.mark.cuda
 
 REPEATS = 1000
-# Exporting them takes minutes; where these tests are skipped it is not done for their names alone.
-NAMES = programs.CUDA.names() if programs.CUDA.there() or os.environ.get("HEADRACE_REQUIRE_CUDA") else []
-STATELESS = [name for name in NAMES if not programs.CUDA.load(name).stateful]
-# Several inputs, several outputs, many kernels, many islands, stock's own.
-SOME = [name for name in ("transformer", "chain25", "stock_mlp", "views") if name in NAMES]
+NAMES = programs.CUDA.names()
+# What keeps state from call to call.
+STATEFUL = {"kv_cache", "kept_state"}
+STATELESS = [name for name in NAMES if name not in STATEFUL]
+# Many kernels; many islands, on device memory of the caller's; stock's own.
+SOME = ["transformer", "chain25", "stock_mlp"]
+RESIDENT = ["chain25", "mlp_resident", "chain_resident"]
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +84,7 @@ def raw(results: Any) -> bytes:
 def test_answers_are_those_of_eager(name: str, where: str, gpu: Any) -> None:
     """DE1, EX2, DM1: every program, its inputs on the host and on the device, in order; state advances once a call."""
     program = programs.CUDA.load(name)
+    assert program.stateful == (name in STATEFUL)
     with program.open(gpu) as loaded, headrace.record() as record:
         for k, call in enumerate(program.calls):
             check(loaded[call.method](*inputs_of(program, gpu, k, where), stream=gpu.stream()), program, k)
@@ -116,12 +118,10 @@ def test_on_a_stream_of_every_kind(name: str, gpu: Any, stream: Any) -> None:
             kernels.cupy.arange(3).sum()  # which needs a context that it knows
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", RESIDENT)
 def test_a_steady_call_costs_nothing_at_the_driver(name: str, gpu: Any) -> None:
-    """SY4: no allocation, no free, no byte staged, no wait, whatever the number of islands; from the first call on."""
+    """SY4: no allocation, no free, no byte staged, no wait, whatever the number of islands."""
     program = programs.CUDA.load(name)
-    if any(v.device == "cpu" for v in _values(program, gpu)):
-        pytest.skip("its plan has host memory at the ends: a call stages")
     with program.open(gpu) as loaded, headrace.caller_stream(gpu.stream()):
         method, inputs = loaded[program.calls[0].method], inputs_of(program, gpu, 0)
         for _ in range(3):
@@ -130,12 +130,6 @@ def test_a_steady_call_costs_nothing_at_the_driver(name: str, gpu: Any) -> None:
             results = method(*inputs)
             assert set(vars(method.stats.last).values()) == {0}
         check(results, program, 0)
-
-
-def _values(program: programs.Program, gpu: Any) -> list[Any]:
-    with program.open(gpu) as loaded:
-        method = loaded[program.calls[0].method]
-        return [*method.inputs, *method.outputs]
 
 
 def test_a_second_asynchronous_call_does_not_block_the_host(gpu: Any) -> None:

@@ -49,7 +49,7 @@ class Mlp:
         for constant in self.island.constants:
             weights += float(np.frombuffer(self.bytes_of(constant.key), np.float32)[0])
         library = self.bytes_of(self.island.library_key)
-        self.kernels = {m for m in re.findall(rb"\0(triton_[a-z]+_fused_\w*_?\d+)\0", library)}
+        self.kernels = set(re.findall(rb"\0(triton_[a-z]+_fused_\w*_?\d+)\0", library))
         for name in self.kernels:
             signature = b"p" if name.startswith(b"triton_poi") else b"pppp"
             driver.fake_kernel(name, signature, add_first_numbers)

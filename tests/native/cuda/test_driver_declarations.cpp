@@ -111,7 +111,7 @@ SAME_FUNCTION(GreenCtxStreamCreate, cuGreenCtxStreamCreate);
 
 // Every entry of the table is compared above.
 #define ONE(name, symbol, arguments) +1
-static_assert(0 HEADRACE_DRIVER_REQUIRED(ONE) HEADRACE_DRIVER_OPTIONAL(ONE) == 60,
+static_assert(0 HEADRACE_DRIVER_REQUIRED(ONE) HEADRACE_DRIVER_OPTIONAL(ONE) == 65,
               "an entry is not compared here");
 
 static_assert(sizeof(cu::PoolProperties) == sizeof(CUmemPoolProps));
