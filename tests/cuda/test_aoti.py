@@ -23,6 +23,8 @@ NAMES = programs.CUDA.names()
 # What keeps state from call to call.
 STATEFUL = {"kv_cache", "kept_state"}
 STATELESS = [name for name in NAMES if name not in STATEFUL]
+# 13 cosines of twice the one before: where the GPU's differs from the CPU's in the last bit, that grows.
+ATOL = {"chain25": 5e-4}
 # Many kernels; many islands, on device memory of the caller's; stock's own.
 SOME = ["transformer", "chain25", "stock_mlp"]
 RESIDENT = ["chain25", "mlp_resident", "chain_resident"]
@@ -68,7 +70,10 @@ def check(results: Any, program: programs.Program, call: int) -> None:
             continue
         assert got.shape == want.data.shape and (want.dtype == "bfloat16" or got.dtype == want.dtype)
         np.testing.assert_allclose(
-            np.asarray(got).astype(np.float64), want.float64(), rtol=program.rtol, atol=program.atol
+            np.asarray(got).astype(np.float64),
+            want.float64(),
+            rtol=program.rtol,
+            atol=ATOL.get(program.name, program.atol),
         )
 
 
@@ -156,7 +161,20 @@ def test_the_first_call_is_like_every_other(gpu: Any) -> None:
         check(result, program, 0)
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_state_that_the_plan_keeps_on_the_host_is_not_captured(gpu: Any) -> None:
+    """GR7: it would be read and written once, at capture; refused by name, and calls go on."""
+    program = programs.CUDA.load("kv_cache")
+    with program.open(gpu) as loaded:
+        call = program.calls[0]
+        with pytest.raises(
+            headrace.CaptureError, match="copies between host and device at the method's ends"
+        ):
+            loaded[call.method].capture(*inputs_of(program, gpu, 0))
+        for k, call in enumerate(program.calls):
+            check(loaded[call.method](*inputs_of(program, gpu, k)), program, k)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "kv_cache"])
 def test_captured_and_replayed(name: str, gpu: Any) -> None:
     """GR1, GR2: one graph of every island; each replay sees its inputs, and equals the calls."""
     program = programs.CUDA.load(name)
