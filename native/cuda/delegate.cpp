@@ -78,8 +78,9 @@ Output output_of(const Tensor& t) {
   return out;
 }
 
-// On a simulated device the island is host work in stream order, and is recorded as that. On a GPU its kernels
-// are recorded, with the addresses of its temporaries and constants: a graph keeps them, and the library.
+// On a simulated device the island is host work in stream order, and is recorded as that. On a GPU its
+// kernels are recorded, with the addresses of its temporaries and constants: a graph keeps them, and the
+// library.
 class Part final : public IslandCapture {
  public:
   explicit Part(LoadedRef loaded) : loaded_(std::move(loaded)) {}
@@ -169,8 +170,7 @@ class CudaBackend final : public et::BackendInterface {
         host = std::move(*read);
       }
     }
-    auto payload =
-        read_cuda_payload({static_cast<const char*>(bytes.data()), bytes.size()}, loaded.method);
+    auto payload = read_cuda_payload({static_cast<const char*>(bytes.data()), bytes.size()}, loaded.method);
     if (!payload.ok()) return payload.status();
     bool for_host = host.has_value() || target == "cpu";
     if (Status status = check_place(plan, for_host); !status.ok()) return status;
@@ -260,19 +260,21 @@ class CudaBackend final : public et::BackendInterface {
       return status;
     }
     if (device->backend() != Backend::kCuda || DeviceGuard::current() == nullptr) {
-      Status status(ErrorCode::kDelegateUnavailable,
-                    "expected a GPU for a library that was compiled for CUDA, whose kernels run nowhere else, "
-                    "got " +
-                        device->name() +
-                        "; load it with device=\"cuda:0\" on a machine with an NVIDIA GPU, or export it with "
-                        "target=\"host\"");
+      Status status(
+          ErrorCode::kDelegateUnavailable,
+          "expected a GPU for a library that was compiled for CUDA, whose kernels run nowhere else, "
+          "got " +
+              device->name() +
+              "; load it with device=\"cuda:0\" on a machine with an NVIDIA GPU, or export it with "
+              "target=\"host\"");
       status.device = device->name();
       return status;
     }
     if (!host_memory.empty()) {
-      return Status(ErrorCode::kDelegateUnavailable,
-                    "expected device memory for a library that was compiled for CUDA, got host memory for its " +
-                        host_memory + "; export it with the compile spec target_device=cuda:0");
+      return Status(
+          ErrorCode::kDelegateUnavailable,
+          "expected device memory for a library that was compiled for CUDA, got host memory for its " +
+              host_memory + "; export it with the compile spec target_device=cuda:0");
     }
     return {};
   }
@@ -364,8 +366,8 @@ class CudaBackend final : public et::BackendInterface {
     for (size_t i = 0; i < args.size(); ++i) {
       const Tensor& t = args[i]->toTensor();
       if (t.nbytes() == 0 || device.where(t.const_data_ptr()).kind == PointerInfo::Kind::kDevice) continue;
-      std::string which = i < inputs.size() ? "input " + std::to_string(i)
-                                            : "output " + std::to_string(i - inputs.size());
+      std::string which =
+          i < inputs.size() ? "input " + std::to_string(i) : "output " + std::to_string(i - inputs.size());
       Status status(ErrorCode::kDelegate, which + ": expected memory of " + device.name() +
                                               ", got other memory; copy it to the device first");
       status.device = device.name();

@@ -40,7 +40,8 @@ size_t read_fatbin(std::span<const uint8_t> bytes, GpuKernel& kernel) {
     auto stored = get<uint64_t>(entries, 8);
     auto arch = get<uint32_t>(entries, 28);
     auto flags = get<uint64_t>(entries, 40);
-    if (head < kEntryNbytes || head > entries.size() || stored > entries.size() - head || arch > 9999) return 0;
+    if (head < kEntryNbytes || head > entries.size() || stored > entries.size() - head || arch > 9999)
+      return 0;
     if (kind == kPtx || kind == kSass || kind == kSassToo) {
       char suffix = (flags & kFamily) != 0 ? 'f' : (flags & kSpecific) != 0 ? 'a' : 0;
       kernel.push_back({kind == kPtx, static_cast<int>(arch), suffix});

@@ -15,16 +15,16 @@
 namespace headrace {
 
 struct GpuCode {
-  bool ptx = false;   // compiled by the driver for GPUs that came later; else SASS
-  int arch = 0;       // 90 for compute capability 9.0
-  char suffix = 0;    // 'a': for this very architecture alone; 'f': for its family; else 0
+  bool ptx = false;  // compiled by the driver for GPUs that came later; else SASS
+  int arch = 0;      // 90 for compute capability 9.0
+  char suffix = 0;   // 'a': for this very architecture alone; 'f': for its family; else 0
   bool operator==(const GpuCode&) const = default;
   auto operator<=>(const GpuCode&) const = default;
   // "sm_90a", "compute_90".
   HEADRACE_API std::string name() const;
   // By NVIDIA's rules: SASS runs on GPUs of its major version whose minor version is no less, PTX on those
-  // whose version is no less (CUDA C++ Programming Guide, "Binary Compatibility", "PTX Compatibility"; suffixes
-  // in "Family-Specific Features"). A PTX that a driver is too old for is not told here.
+  // whose version is no less (CUDA C++ Programming Guide, "Binary Compatibility", "PTX Compatibility";
+  // suffixes in "Family-Specific Features"). A PTX that a driver is too old for is not told here.
   HEADRACE_API bool runs_on(int major, int minor) const;
 };
 

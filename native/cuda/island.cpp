@@ -96,8 +96,8 @@ Status Island::failed(const char* what) const {
   Status why = temporaries_->failure();
   if (int32_t code = shims::counts(arena_).code; why.ok() && code != 0) why = gpu().failed("run", code);
   if (why.ok()) return Status(ErrorCode::kDelegate, where + said);
-  ErrorCode code = shims::counts(arena_).code == cu::kNoBinaryForGpu ? ErrorCode::kDelegateUnavailable
-                                                                     : why.code();
+  ErrorCode code =
+      shims::counts(arena_).code == cu::kNoBinaryForGpu ? ErrorCode::kDelegateUnavailable : why.code();
   Status status(code, where + why.message());
   status.device = device_->name();
   status.log.push_back(said);
@@ -214,10 +214,10 @@ Status Island::check_architecture() const {
     if (runs) continue;
     std::string here = std::to_string(major) + std::to_string(minor);
     Status status(ErrorCode::kDelegateUnavailable,
-                  "library: expected kernels that " + device_->name() + " runs, a GPU of compute capability " +
-                      std::to_string(major) + "." + std::to_string(minor) + " (sm_" + here +
-                      "), got some for " + gpu_code_names(kernels) + "; export it with target=\"cuda:sm_" +
-                      here + "\"");
+                  "library: expected kernels that " + device_->name() +
+                      " runs, a GPU of compute capability " + std::to_string(major) + "." +
+                      std::to_string(minor) + " (sm_" + here + "), got some for " + gpu_code_names(kernels) +
+                      "; export it with target=\"cuda:sm_" + here + "\"");
     status.device = device_->name();
     return status;
   }
@@ -300,10 +300,9 @@ Status Island::bind(const CudaPayload& payload, const IslandSources& sources) {
       // A graph cannot put host memory back to what it was.
       hides_state_ |= state && c.device == 0 && device_ != nullptr;
     }
-    shims::Tensor* tensor = shims::borrow(arena_, data, c.nbytes, dtype, static_cast<int>(c.sizes.size()),
-                                          c.sizes.data(), c.strides.data(), c.offset,
-                                          c.device == 0 ? shims::kCpu : shims::kCuda,
-                                          c.device == 0 ? 0 : device_->ordinal());
+    shims::Tensor* tensor = shims::borrow(
+        arena_, data, c.nbytes, dtype, static_cast<int>(c.sizes.size()), c.sizes.data(), c.strides.data(),
+        c.offset, c.device == 0 ? shims::kCpu : shims::kCuda, c.device == 0 ? 0 : device_->ordinal());
     if (tensor == nullptr)
       return Status(ErrorCode::kOutOfDeviceMemory, which + ": expected host memory, got none");
     pairs.push_back({name, tensor});
@@ -324,8 +323,7 @@ Status Island::bind_blob(const CudaPayload& payload, const IslandSources& source
     int32_t type = 0;
     size_t nbytes = 0;
     if (calls.constant_folded(container_, i, &folded) != 0 ||
-        calls.constant_type(container_, i, &type) != 0 ||
-        calls.constant_nbytes(container_, i, &nbytes) != 0)
+        calls.constant_type(container_, i, &type) != 0 || calls.constant_nbytes(container_, i, &nbytes) != 0)
       return failed("it was asked for a constant");
     folds_ |= folded;
     if (folded) continue;
@@ -338,9 +336,10 @@ Status Island::bind_blob(const CudaPayload& payload, const IslandSources& source
   // Asked whether it was compiled to take them so; another does nothing, and then reads what is not there.
   if (calls.bind_blob == nullptr || calls.blob_size == nullptr ||
       calls.blob_size(container_, &ignored) != 0) {
-    return Status(ErrorCode::kProgram,
-                  "expected a library that takes its constants in one piece, as the payload has them, got one "
-                  "that does not; export it with executorch 1.5.1");
+    return Status(
+        ErrorCode::kProgram,
+        "expected a library that takes its constants in one piece, as the payload has them, got one "
+        "that does not; export it with executorch 1.5.1");
   }
   auto blob = sources.find(payload.blob_key);
   if (!blob || blob->size() < wanted) {

@@ -84,8 +84,8 @@ class Island {
 
   // Of a library for CUDA: enqueues a run on `stream`, whose work is ordered behind that of the run before;
   // does not wait. One call at a time. The memory of an output, `targets`, is where `place` will say it is,
-  // or null: the library may then use it while it runs. kDelegate, kDevice, kOutOfDeviceMemory; kCapture where
-  // the stream captures.
+  // or null: the library may then use it while it runs. kDelegate, kDevice, kOutOfDeviceMemory; kCapture
+  // where the stream captures.
   Status run_on_gpu(std::span<const TensorView> inputs, std::span<void* const> targets, StreamHandle stream,
                     GpuRunKind kind, const Place& place);
   // Of a library for CUDA, whose inputs always have these sizes: everything that a run does but for what it

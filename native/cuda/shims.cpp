@@ -410,11 +410,8 @@ void release(Tensor* tensor) {
 }
 
 View view(const Tensor* t) {
-  return {t->data(),   t->dtype,
-          t->storage->device_type, t->ndim,
-          t->sizes,    t->strides,
-          t->storage->ordinal,     t->offset == 0,
-          t->storage->nbytes};
+  return {t->data(),           t->dtype,       t->storage->device_type, t->ndim, t->sizes, t->strides,
+          t->storage->ordinal, t->offset == 0, t->storage->nbytes};
 }
 
 const char* take_error() {
@@ -743,11 +740,11 @@ GET(device_type, int32_t, t->storage->device_type)
 GET(device_index, int32_t, t->storage->device_index)
 GET(layout, int32_t, (static_cast<void>(t), 0))
 
-#define ITEM(name, type)                                                                                     \
-  SHIM int32_t NAMED(item_##name)(Tensor * t, type * out) {                                                  \
-    if (t->numel() != 1 || shims::width(t->dtype) != sizeof(type))                              \
+#define ITEM(name, type)                                                                            \
+  SHIM int32_t NAMED(item_##name)(Tensor * t, type * out) {                                         \
+    if (t->numel() != 1 || shims::width(t->dtype) != sizeof(type))                                  \
       return shims::fail("item_" #name ": expected one element of this dtype, got something else"); \
-    return shims::copy_bytes(*t->arena, out, true, t->data(), shims::on_host(t), sizeof(type)); \
+    return shims::copy_bytes(*t->arena, out, true, t->data(), shims::on_host(t), sizeof(type));     \
   }
 ITEM(bool, bool)
 ITEM(uint8, uint8_t)

@@ -70,8 +70,9 @@ int32_t copy_bytes(Arena& arena, void* to, bool to_host, const void* from, bool 
   }
   if (arena.gpu.driver == nullptr) return fail("a copy of device memory on a machine without a GPU");
   if (to_host != from_host && arena.run.replayed)
-    return fail("a copy between host and device, which a graph would make once, at capture, and never at "
-                "replay");
+    return fail(
+        "a copy between host and device, which a graph would make once, at capture, and never at "
+        "replay");
   if (to_host && arena.run.rehearsal) return fail("a value read from the device in a rehearsal");
   if (int32_t code = copy(arena, to, from, nbytes, arena.run.stream, to_host)) {
     (void)driver_failed(code);
@@ -127,9 +128,8 @@ SHIM int hrceMalloc(void** out, size_t nbytes) {
   });
 }
 SHIM int hrceMemcpy(void* to, const void* from, size_t nbytes, int) {
-  return on_driver([&](Arena& arena, const cu::Driver&) {
-    return copy(arena, to, from, nbytes, arena.run.stream, true);
-  });
+  return on_driver(
+      [&](Arena& arena, const cu::Driver&) { return copy(arena, to, from, nbytes, arena.run.stream, true); });
 }
 SHIM int hrceMemcpyAsync(void* to, const void* from, size_t nbytes, int, void* stream) {
   return on_driver(
@@ -161,7 +161,8 @@ SHIM int hrcePointerGetAttributes(PointerAttributes* out, const void* data) {
                         cu::kPointerHost, cu::kPointerIsManaged};
     void* values[] = {&type, &ordinal, &on_device, &on_host, &managed};
     if (int32_t code = driver.PointerGetAttributes(5, attributes, values, address(data))) return code;
-    // cudaMemoryType: 0 unregistered, 1 host, 2 device, 3 managed. Memory that CUDA does not know is no error.
+    // cudaMemoryType: 0 unregistered, 1 host, 2 device, 3 managed. Memory that CUDA does not know is no
+    // error.
     out->type = managed != 0 ? 3 : static_cast<int>(type <= 2 ? type : 0);
     out->device = type != 0 ? ordinal : -2;
     out->on_device = reinterpret_cast<void*>(on_device);

@@ -56,7 +56,8 @@ void* Temporaries::take(size_t nbytes) try {
 }
 
 void Temporaries::give(void* data) {
-  auto found = std::find_if(taken_.rbegin(), taken_.rend(), [&](const BlockRef& b) { return b->data() == data; });
+  auto found =
+      std::find_if(taken_.rbegin(), taken_.rend(), [&](const BlockRef& b) { return b->data() == data; });
   if (found == taken_.rend()) return;
   waiting_.push_back(std::move(*found));
   *found = std::move(taken_.back());

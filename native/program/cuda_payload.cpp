@@ -104,8 +104,7 @@ Result<CudaPayload> read_keys(std::string_view bytes, std::string_view method) {
   payload.blob_key = bytes.substr(line + 1);
   if (!payload.library_key.ends_with(kLibraryEnd) || !payload.blob_key.ends_with(kBlobEnd))
     return wrong("other bytes");
-  payload.hashed =
-      is_hash(bytes.substr(0, payload.library_key.size() - kLibraryEnd.size()));
+  payload.hashed = is_hash(bytes.substr(0, payload.library_key.size() - kLibraryEnd.size()));
   return payload;
 }
 

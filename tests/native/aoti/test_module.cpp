@@ -156,7 +156,8 @@ static void gpu(char** argv) {
       CHECK(std::fabs(result->at(0).toTensor().const_data_ptr<float>()[0] - x[0] - want) < 1e-4f);
     }
     CHECK(calls("cuStreamWaitEvent") >= syncs + 5);
-    // The copy of the result fails behind kernels that are in flight, and the program ends: it waits for them.
+    // The copy of the result fails behind kernels that are in flight, and the program ends: it waits for
+    // them.
     headrace::CallContext context;
     headrace::DeviceGuard guard(*device, streams[1], &context);
     fail("cuMemcpyAsync", 1, 999);

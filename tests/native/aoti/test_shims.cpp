@@ -347,7 +347,8 @@ static void gpu() {
   run.rehearsal = true;
   begin_gpu_run(arena, run);
   void* arguments[] = {nullptr};
-  CHECK(hrLaunchKernel(nullptr, 1, 1, 1, 1, 1, 1, 0, &first_stream, arguments, nullptr) == 0 && launched == 0);
+  CHECK(hrLaunchKernel(nullptr, 1, 1, 1, 1, 1, 1, 0, &first_stream, arguments, nullptr) == 0 &&
+        launched == 0);
   CHECK(hrceMemcpy(&value, data(one), 4, 2) == 0 && copies == 1 && hrceStreamSynchronize(nullptr) == 0);
   CHECK(A(item_float32)(one, &value) == 1 && waits == 2);
   (void)take_error();
@@ -355,7 +356,8 @@ static void gpu() {
   // What the driver says is kept, the first of it, for whoever called the library.
   begin_gpu_run(arena, GpuRun{&first_stream});
   driver_says = 700;
-  CHECK(hrLaunchKernel(nullptr, 1, 1, 1, 1, 1, 1, 0, &first_stream, arguments, nullptr) == 700 && launched == 1);
+  CHECK(hrLaunchKernel(nullptr, 1, 1, 1, 1, 1, 1, 0, &first_stream, arguments, nullptr) == 700 &&
+        launched == 1);
   driver_says = 719;
   CHECK(hrLaunchKernel(nullptr, 1, 1, 1, 1, 1, 1, 0, &first_stream, arguments, nullptr) == 719);
   CHECK(counts(arena).code == 700 && counts(arena).launches == 2 && hrceGetLastError() == 719);

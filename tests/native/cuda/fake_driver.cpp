@@ -1091,7 +1091,11 @@ ENTRY Code cuModuleLoadData(cu::Module* out, const void* image) {
   if (Code code = check_unsafe()) return code;
   const auto* bytes = static_cast<const unsigned char*>(image);
   bool fatbin = bytes[0] == 0x50 && bytes[1] == 0xED && bytes[2] == 0x55 && bytes[3] == 0xBA;
-  if (!fatbin && std::memcmp(bytes, "\x7F" "ELF", 4) != 0) return cu::kInvalidValue;
+  if (!fatbin && std::memcmp(bytes,
+                             "\x7F"
+                             "ELF",
+                             4) != 0)
+    return cu::kInvalidValue;
   auto made = std::make_shared<Module>();
   modules[made.get()] = made;
   *out = reinterpret_cast<cu::Module>(made.get());
@@ -1123,8 +1127,8 @@ ENTRY Code cuFuncSetAttribute(cu::Function handle, int, int) {
   NEEDS_CONTEXT();
   return functions.contains(handle) ? cu::kSuccess : cu::kInvalidHandle;
 }
-ENTRY Code cuLaunchKernel(cu::Function handle, unsigned x, unsigned y, unsigned z, unsigned, unsigned, unsigned,
-                          unsigned, cu::Stream stream_handle, void** arguments, void**) {
+ENTRY Code cuLaunchKernel(cu::Function handle, unsigned x, unsigned y, unsigned z, unsigned, unsigned,
+                          unsigned, unsigned, cu::Stream stream_handle, void** arguments, void**) {
   BEGIN("cuLaunchKernel");
   NEEDS_CONTEXT();
   STREAM(stream, stream_handle);
