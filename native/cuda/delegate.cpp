@@ -259,6 +259,12 @@ class CudaBackend final : public et::BackendInterface {
       status.device = device->name();
       return status;
     }
+    if (!host_memory.empty()) {
+      return Status(
+          ErrorCode::kDelegateUnavailable,
+          "expected device memory for a library that was compiled for CUDA, got host memory for its " +
+              host_memory + "; export it with the compile spec target_device=cuda:0");
+    }
     if (device->backend() != Backend::kCuda || DeviceGuard::current() == nullptr) {
       Status status(
           ErrorCode::kDelegateUnavailable,
@@ -269,12 +275,6 @@ class CudaBackend final : public et::BackendInterface {
               "target=\"host\"");
       status.device = device->name();
       return status;
-    }
-    if (!host_memory.empty()) {
-      return Status(
-          ErrorCode::kDelegateUnavailable,
-          "expected device memory for a library that was compiled for CUDA, got host memory for its " +
-              host_memory + "; export it with the compile spec target_device=cuda:0");
     }
     return {};
   }

@@ -98,7 +98,7 @@ Result<CudaPayload> read_keys(std::string_view bytes, std::string_view method) {
   }
   auto line = bytes.find('\n');
   if (line == std::string_view::npos || bytes.find('\n', line + 1) != std::string_view::npos ||
-      bytes.size() > 4096 || !is_text(std::string(bytes)))
+      bytes.size() > 4096 || !is_text(bytes.substr(0, line)) || !is_text(bytes.substr(line + 1)))
     return wrong("other bytes");
   payload.library_key = bytes.substr(0, line);
   payload.blob_key = bytes.substr(line + 1);

@@ -69,12 +69,21 @@ def payload(key: str, *constants: bytes, count: int | None = None) -> bytes:
 
 def with_payload(program: bytes, other: bytes) -> bytes:
     """The program with ``other``, which may be at most as long, as the payload of its first AOTInductor island."""
+    from headrace._schema import program as schema  # type: ignore[attr-defined]
+
     island = next(i for m in pte.read(program).methods for i in m.islands if i.delegate == "CudaBackend")
-    at = island.payload_offset
     assert len(other) <= island.payload_nbytes
-    # The length of a vector stands before it; what is behind its end belongs to nobody.
-    assert struct.unpack_from("<I", program, at - 4) == (island.payload_nbytes,)
-    return program[: at - 4] + struct.pack("<I", len(other)) + other + program[at + len(other) :]
+    at = island.payload_offset
+    end = at + island.payload_nbytes
+    made = bytearray(program[:at] + other.ljust(end - at, b"\0") + program[end:])
+    mine = (at, island.payload_nbytes)
+    (index,) = (k for k, s in enumerate(pte.read(program).segments) if (s.offset, s.nbytes) == mine)
+    segment = schema.Program.GetRootAs(made, 0).Segments(index)
+    # The second field of its table, behind the offset.
+    place = segment._tab.Pos + segment._tab.Offset(6)
+    assert struct.unpack_from("<Q", made, place) == (island.payload_nbytes,)
+    struct.pack_into("<Q", made, place, len(other))
+    return bytes(made)
 
 
 def rename(program: bytes, key: str, shorter: str) -> bytes:
