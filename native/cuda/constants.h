@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 
+#include "headrace/block.h"
 #include "headrace/status.h"
 
 namespace headrace {
@@ -41,6 +42,32 @@ class HostConstants {
  private:
   std::mutex mutex_;
   std::map<std::string, std::shared_ptr<HostConstant>> constants_;
+};
+
+// A constant in a GPU's memory.
+class DeviceConstant {
+ public:
+  // Copies `bytes`, and waits until they are there, so that any stream may read them. kDevice,
+  // kOutOfDeviceMemory.
+  static Result<std::shared_ptr<DeviceConstant>> make(const DeviceRef& device, std::string_view bytes);
+  void* data() const { return block_->data(); }
+  size_t nbytes() const { return nbytes_; }
+
+ private:
+  DeviceConstant() = default;
+  BlockRef block_;
+  size_t nbytes_ = 0;
+};
+
+// As HostConstants, of the one device that a program is on.
+class DeviceConstants {
+ public:
+  Result<std::shared_ptr<DeviceConstant>> get(const DeviceRef& device, const std::string& key,
+                                              std::string_view bytes);
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::shared_ptr<DeviceConstant>> constants_;
 };
 
 }  // namespace headrace

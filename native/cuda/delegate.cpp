@@ -9,11 +9,13 @@
 #include "cuda/island.h"
 #include "cuda/options.h"
 #include "device/record.h"
+#include "headrace/block.h"
 #include "headrace/capture.h"
 #include "headrace/program.h"
 #include "program/allocator.h"
 #include "program/backend.h"
 #include "program/islands.h"
+#include "program/layout.h"
 #include "program/text.h"
 
 namespace headrace {
@@ -26,12 +28,32 @@ namespace {
 // Never destroyed: daemon threads may be in a call when the process ends.
 const std::string& kName = *new std::string(kCudaBackend);
 
-// What the engine hands back at each call. Shared with work in flight.
+// What the islands of a program, or of one instance of a method, have in common.
+struct Held {
+  HostConstants host;
+  DeviceConstants device;
+  // Of an instance. The device is told at the first question; it is one for a program's life.
+  std::shared_ptr<Temporaries> temporaries(const DeviceRef& device_of_program) {
+    std::lock_guard lock(mutex);
+    if (temporaries_ == nullptr) temporaries_ = std::make_shared<Temporaries>(device_of_program);
+    return temporaries_;
+  }
+
+ private:
+  std::mutex mutex;
+  std::shared_ptr<Temporaries> temporaries_;
+};
+
+// What the engine hands back at each call. Shared with work in flight, and with graphs.
 struct Loaded {
   std::string method;
   int instruction = -1;
-  HostConstants own_constants, own_state;           // where no program of ours says whose they are
-  std::shared_ptr<HostConstants> constants, state;  // the program's and the instance's
+  std::shared_ptr<Held> program, instance;  // of the island alone where no program of ours says whose it is
+  DeviceRef device;                         // of a library for CUDA; null: for the host
+  // Nobody above orders the calls, and waits for the last one: the engine's own Module.
+  bool alone = false;
+  EventRef last;  // behind the work of the last call, where `alone`
+  StreamHandle last_stream = 0;
   std::shared_ptr<Island> island;
 };
 using LoadedRef = std::shared_ptr<Loaded>;
@@ -56,15 +78,27 @@ Output output_of(const Tensor& t) {
   return out;
 }
 
-// On a simulated device the island is host work in stream order, and is recorded as that.
+// On a simulated device the island is host work in stream order, and is recorded as that. On a GPU its
+// kernels are recorded, with the addresses of its temporaries and constants: a graph keeps them, and the
+// library.
 class Part final : public IslandCapture {
  public:
   explicit Part(LoadedRef loaded) : loaded_(std::move(loaded)) {}
-  std::string refusal() override { return {}; }
-  std::vector<Access> state() override {
-    std::vector<Access> out;
-    for (const auto& state : loaded_->island->state()) out.push_back({state->data(), state->nbytes(), true});
-    return out;
+  std::string refusal() override {
+    if (loaded_->device == nullptr) return {};
+    if (loaded_->island->hides_state())
+      return "it keeps state where a capture that fails could not put it back";
+    for (const std::string& name : loaded_->island->facts().shims) {
+      if (name.starts_with("aoti_torch_item_"))
+        return "it reads values back from the device while it runs (" + name + ")";
+    }
+    return {};
+  }
+  std::vector<Access> state() override { return loaded_->island->state(); }
+  std::shared_ptr<void> pin() override {
+    if (loaded_->device == nullptr) return nullptr;
+    return std::make_shared<std::pair<LoadedRef, std::shared_ptr<void>>>(
+        loaded_, loaded_->instance->temporaries(loaded_->device)->pin());
   }
 
  private:
@@ -97,7 +131,12 @@ class CudaBackend final : public et::BackendInterface {
     return tell(failure(*loaded, status), et::Error::DelegateInvalidHandle);
   }
 
-  void destroy(et::DelegateHandle* handle) const override { delete reinterpret_cast<LoadedRef*>(handle); }
+  void destroy(et::DelegateHandle* handle) const override {
+    std::unique_ptr<LoadedRef> loaded(reinterpret_cast<LoadedRef*>(handle));
+    // The event, not the stream: that one may be gone (LT1).
+    if (loaded && (*loaded)->last && !(*loaded)->device->synchronize(*(*loaded)->last).ok())
+      (void)(*loaded)->device->synchronize();
+  }
 
  private:
   static Status load(Loaded& loaded, const IslandPlan* plan, et::BackendInitContext& context,
@@ -131,9 +170,11 @@ class CudaBackend final : public et::BackendInterface {
         host = std::move(*read);
       }
     }
-    auto payload = read_cuda_payload({static_cast<const char*>(bytes.data()), bytes.size()});
+    auto payload = read_cuda_payload({static_cast<const char*>(bytes.data()), bytes.size()}, loaded.method);
     if (!payload.ok()) return payload.status();
-    if (Status status = check_place(plan, host.has_value() || target == "cpu"); !status.ok()) return status;
+    bool for_host = host.has_value() || target == "cpu";
+    if (Status status = check_place(plan, for_host); !status.ok()) return status;
+    if (!for_host) loaded.device = DeviceGuard::current()->device();
 
     // Buffers that a loader owns go when this function returns.
     std::vector<et::FreeableBuffer> kept;
@@ -147,18 +188,50 @@ class CudaBackend final : public et::BackendInterface {
       return std::string_view(static_cast<const char*>(kept.back().data()), kept.back().size());
     };
     LoadOwners owners = load_owners();
-    if (owners.program != nullptr) {
-      loaded.constants = owners.program->get<HostConstants>(kName);
-      loaded.state = owners.instance->get<HostConstants>(kName);
-    }
+    loaded.alone = owners.program == nullptr;
+    loaded.program = loaded.alone ? std::make_shared<Held>() : owners.program->get<Held>(kName);
+    loaded.instance = loaded.alone ? loaded.program : owners.instance->get<Held>(kName);
     // The files of a program of ours stay in memory for as long as it is loaded.
-    sources.lasting = owners.program != nullptr;
-    sources.constants = loaded.constants ? loaded.constants.get() : &loaded.own_constants;
-    sources.state = loaded.state ? loaded.state.get() : &loaded.own_state;
+    sources.lasting = !loaded.alone;
+    sources.constants = &loaded.program->host;
+    sources.state = &loaded.instance->host;
+    if (loaded.device != nullptr) {
+      sources.device = loaded.device;
+      sources.device_constants = &loaded.program->device;
+      sources.device_state = &loaded.instance->device;
+      sources.temporaries = loaded.instance->temporaries(loaded.device);
+    }
     auto island = Island::load(*payload, std::move(host), sources, {options.library_directory, true});
     if (!island.ok()) return island.status();
-    loaded.island = std::move(*island);
-    return check_arguments(loaded, plan, num_inputs);
+    // It may be let go of where nothing may be freed: by a language's collector in the middle of a capture.
+    Island* made = island->get();
+    loaded.island = std::shared_ptr<Island>(made, [held = std::move(*island)](Island*) mutable {
+      put_off([last = std::move(held)]() mutable { last.reset(); });
+    });
+    if (Status status = check_arguments(loaded, plan, num_inputs); !status.ok()) return status;
+    return loaded.device == nullptr ? Status() : rehearse(*loaded.island, plan);
+  }
+
+  // Kernels and memory are had while the program loads, where the plan says what a call will need.
+  static Status rehearse(Island& island, const IslandPlan* plan) {
+    const MethodPlan* method = loading_method();
+    if (plan == nullptr || method == nullptr) return {};
+    std::vector<TensorView> inputs;
+    for (size_t i = 0; i < island.num_inputs(); ++i) {
+      const TensorPlan& t = *method->tensor_of(plan->args[i]);
+      if (t.dynamism != Dynamism::kStatic) return {};
+      TensorView& view = inputs.emplace_back();
+      view.data = reinterpret_cast<void*>(uintptr_t{4096});  // never looked at; as aligned as memory is
+      view.dtype = t.dtype;
+      view.ndim = static_cast<int>(t.sizes.size());
+      std::array<int32_t, kMaxDims> strides{};
+      dense_strides(view.ndim, t.sizes.data(), t.dim_order.data(), strides.data());
+      for (size_t d = 0; d < t.sizes.size(); ++d) {
+        view.sizes[d] = t.sizes[d];
+        view.strides_bytes[d] = strides[d] * static_cast<int64_t>(itemsize(t.dtype));
+      }
+    }
+    return island.rehearse(inputs);
   }
 
   // Whether the library's code can run where the program's memory is.
@@ -192,13 +265,18 @@ class CudaBackend final : public et::BackendInterface {
           "expected device memory for a library that was compiled for CUDA, got host memory for its " +
               host_memory + "; export it with the compile spec target_device=cuda:0");
     }
-    Status status(
-        ErrorCode::kDelegateUnavailable,
-        "expected a library that was compiled for the host, got one for CUDA, whose kernels do not run on " +
-            device->name() + (device->backend() == Backend::kCuda ? " with this version of headrace" : "") +
-            "; export it with target=\"host\"");
-    status.device = device->name();
-    return status;
+    if (device->backend() != Backend::kCuda || DeviceGuard::current() == nullptr) {
+      Status status(
+          ErrorCode::kDelegateUnavailable,
+          "expected a GPU for a library that was compiled for CUDA, whose kernels run nowhere else, "
+          "got " +
+              device->name() +
+              "; load it with device=\"cuda:0\" on a machine with an NVIDIA GPU, or export it with "
+              "target=\"host\"");
+      status.device = device->name();
+      return status;
+    }
+    return {};
   }
 
   // The program's call of the island against what the library takes.
@@ -225,7 +303,9 @@ class CudaBackend final : public et::BackendInterface {
       if (t == nullptr) {
         return Status(ErrorCode::kProgram, which + ": expected a tensor, got another value; export it again");
       }
-      bool unknown = i >= inputs && t->dynamism != Dynamism::kStatic && t->device.kind != DeviceKind::kCpu;
+      // A library for CUDA tells its sizes before its work runs.
+      bool unknown = loaded.device == nullptr && i >= inputs && t->dynamism != Dynamism::kStatic &&
+                     t->device.kind != DeviceKind::kCpu;
       if (unknown && !island.knows_sizes()) {
         return Status(
             ErrorCode::kProgram,
@@ -235,6 +315,80 @@ class CudaBackend final : public et::BackendInterface {
       }
     }
     return {};
+  }
+
+  static void note(std::optional<record::IslandScope>& recorded, Device& device, StreamHandle stream,
+                   const Loaded& loaded, std::span<const Access> accesses) {
+    std::vector<record::Touch> touches;
+    for (const Access& a : accesses) touches.push_back(record::touch(a.data, a.nbytes, a.write));
+    recorded.emplace(device, stream, kName, loaded.instruction, touches);
+  }
+
+  static Status run_on_gpu(Loaded& loaded, std::span<const TensorView> inputs, et::Span<et::EValue*> args,
+                           StreamHandle stream) {
+    Island& island = *loaded.island;
+    Device& device = *loaded.device;
+    size_t count = island.num_inputs();
+    std::vector<void*> targets;
+    std::vector<Access> accesses;
+    std::optional<record::IslandScope> recorded;
+    for (size_t k = 0; k < island.num_outputs(); ++k)
+      targets.push_back(args[count + k]->toTensor().mutable_data_ptr());
+    if (record::recording()) {
+      for (const TensorView& view : inputs) accesses.push_back({view.data, view.nbytes(), false});
+      for (size_t k = 0; k < targets.size(); ++k)
+        accesses.push_back({targets[k], args[count + k]->toTensor().nbytes(), true});
+      accesses.insert(accesses.end(), island.state().begin(), island.state().end());
+      std::erase_if(accesses, [](const Access& a) { return a.nbytes == 0; });
+      note(recorded, device, stream, loaded, accesses);
+    }
+    if (loaded.alone) {
+      if (Status status = begin_alone(loaded, inputs, args, stream); !status.ok()) return status;
+    }
+    AllocationWatch watch(loaded.instruction);
+    GpuRunKind kind = capture_stage() == CaptureStage::kNone ? GpuRunKind::kCall : GpuRunKind::kReplayed;
+    std::array<uint8_t, kMaxDims> dim_order{};
+    Status status = island.run_on_gpu(
+        inputs, targets, stream, kind, [&](size_t k, const TensorView& made) -> Result<Island::Target> {
+          const Tensor& t = args[count + k]->toTensor();
+          Status resized = resize_output(t, k, {made.sizes.data(), static_cast<size_t>(made.ndim)});
+          if (!resized.ok()) return resized;
+          std::copy(t.dim_order().begin(), t.dim_order().end(), dim_order.begin());
+          return Island::Target{view_of(t), dim_order.data()};
+        });
+    return loaded.alone ? end_alone(loaded, std::move(status), stream) : status;
+  }
+
+  // Where nobody of ours checked the memory, or orders one call behind the other (LT1).
+  static Status begin_alone(Loaded& loaded, std::span<const TensorView> inputs, et::Span<et::EValue*> args,
+                            StreamHandle stream) {
+    Device& device = *loaded.device;
+    for (size_t i = 0; i < args.size(); ++i) {
+      const Tensor& t = args[i]->toTensor();
+      if (t.nbytes() == 0 || device.where(t.const_data_ptr()).kind == PointerInfo::Kind::kDevice) continue;
+      std::string which =
+          i < inputs.size() ? "input " + std::to_string(i) : "output " + std::to_string(i - inputs.size());
+      Status status(ErrorCode::kDelegate, which + ": expected memory of " + device.name() +
+                                              ", got other memory; copy it to the device first");
+      status.device = device.name();
+      return status;
+    }
+    if (loaded.last == nullptr || loaded.last_stream == stream) return {};
+    return device.wait(stream, *loaded.last);
+  }
+
+  static Status end_alone(Loaded& loaded, Status status, StreamHandle stream) {
+    Device& device = *loaded.device;
+    if (status.ok() && loaded.last == nullptr) {
+      auto event = device.create_event();
+      if (event.ok()) loaded.last = *event;
+      status = event.status();
+    }
+    if (status.ok()) status = device.record(*loaded.last, stream);
+    loaded.last_stream = stream;
+    // What was enqueued has no event behind it, so it has to end here (LT2).
+    if (!status.ok()) (void)drain(device, stream);
+    return status;
   }
 
   static Status run(const LoadedRef& loaded, et::Span<et::EValue*> args) {
@@ -265,13 +419,20 @@ class CudaBackend final : public et::BackendInterface {
     Device& device = any_device ? *bound->device() : *cpu_device();
     StreamHandle stream = any_device ? bound->stream() : kPerThreadStream;
     bool later = device.backend() == Backend::kSim;
+    std::vector<TensorView> inputs;
+    for (size_t i = 0; i < count; ++i) inputs.push_back(view_of(args[i]->toTensor()));
+    if (loaded->device != nullptr) {
+      if (&device != loaded->device.get()) {
+        return Status(ErrorCode::kDelegate, "expected memory of " + loaded->device->name() +
+                                                ", where the program was loaded, got memory of " +
+                                                device.name() + "; bind the thread to that device");
+      }
+      return run_on_gpu(*loaded, inputs, args, stream);
+    }
     if (device.backend() == Backend::kCuda) {
       return Status(ErrorCode::kDelegate,
                     "expected memory that the host can use, got memory of " + device.name());
     }
-
-    std::vector<TensorView> inputs;
-    for (size_t i = 0; i < count; ++i) inputs.push_back(view_of(args[i]->toTensor()));
     if (island.knows_sizes()) {
       auto sizes = island.output_sizes(inputs);
       if (!sizes.ok()) return sizes.status();
@@ -300,15 +461,11 @@ class CudaBackend final : public et::BackendInterface {
     };
     for (const TensorView& view : inputs) touch(view, false);
     for (const Output& out : outputs) touch(out.view, true);
-    for (const auto& state : island.state()) {
-      if (state->nbytes() != 0) accesses.push_back({state->data(), state->nbytes(), true});
+    for (const Access& state : island.state()) {
+      if (state.nbytes != 0) accesses.push_back(state);
     }
     std::optional<record::IslandScope> recorded;
-    if (record::recording()) {
-      std::vector<record::Touch> touches;
-      for (const Access& a : accesses) touches.push_back(record::touch(a.data, a.nbytes, a.write));
-      recorded.emplace(device, stream, kName, loaded->instruction, touches);
-    }
+    if (record::recording()) note(recorded, device, stream, *loaded, accesses);
     if (!later) {
       // Work on host memory is done before the engine's next instruction reads it. The cpu does at once what
       // is enqueued, and writes it down for whoever records.

@@ -53,6 +53,7 @@ class Image {
     note_versions();
     walk_symbols();
     check_shared_bytes();
+    if (facts_.cuda) facts_.gpu_code = find_gpu_code({data_, size_});
     if (writable_ != nullptr) change();
     return std::move(facts_);
   }

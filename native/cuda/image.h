@@ -29,6 +29,7 @@
 #include <string_view>
 #include <vector>
 
+#include "cuda/gpu_code.h"
 #include "headrace/status.h"
 
 namespace headrace {
@@ -44,8 +45,9 @@ struct LibraryFacts {
   std::vector<VersionNeed> versions;
   std::vector<std::string> shims;  // names that ours answer, as the library calls them
   std::vector<std::string>
-      unknown;        // undefined, strong, of no version: nothing in `needed` is asked for them
-  bool cuda = false;  // calls the CUDA run time or the driver
+      unknown;                      // undefined, strong, of no version: nothing in `needed` is asked for them
+  bool cuda = false;                // calls the CUDA run time or the driver
+  std::vector<GpuKernel> gpu_code;  // of a library for CUDA, in no order
   bool executable_stack = false;
   int unique_symbols = 0;
 };

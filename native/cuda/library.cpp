@@ -327,15 +327,17 @@ const char* look_up(void* handle, LibraryCalls& calls) {
   LOOK_UP(run, "ModelContainerRunSingleThreaded");
   LOOK_UP(last_error, "GetLastError");
 #undef LOOK_UP
+  (void)look_up(handle, "AOTInductorModelContainerGetConstantsBlobSize", calls.blob_size);
+  (void)look_up(handle, "AOTInductorModelUpdateConstantsFromBlob", calls.bind_blob);
   return nullptr;
 }
 
 }  // namespace
 
 Result<std::shared_ptr<Library>> Library::load(std::span<const uint8_t> image, const std::string& key,
-                                               const LibraryPlace& place) {
+                                               const LibraryPlace& place, bool hashed) {
   std::string hash = sha256_hex(image);
-  if (key != hash + std::string(kKeyEnd)) {
+  if (hashed && key != hash + std::string(kKeyEnd)) {
     return Status(ErrorCode::kProgram, "library: expected bytes of the SHA-256 that its name " + quoted(key) +
                                            " says, got " + hash.substr(0, 16) +
                                            "…; the file is damaged, export it again");

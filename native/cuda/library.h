@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -41,6 +42,9 @@ struct LibraryCalls {
   int (*run)(void* container, shims::Tensor** inputs, size_t num_inputs, shims::Tensor** outputs,
              size_t num_outputs, void* stream, void* proxy);
   int (*last_error)(const char** text);
+  // Null in libraries that have none: from one piece of host memory, which is read before they return.
+  int (*blob_size)(void* container, uint64_t* nbytes);
+  int (*bind_blob)(void* container, const uint8_t* bytes);
 };
 
 struct LibraryPlace {
@@ -54,13 +58,14 @@ struct LibraryPlace {
 class HEADRACE_API Library {
  public:
   // Loads the library whose bytes these are, or finds it: one that is loaded already, and has the same
-  // SHA-256, is shared. `key` is what the program calls it, "<SHA-256>_so_blob".
+  // SHA-256, is shared. `key` is what the program calls it, "<SHA-256>_so_blob"; or, not `hashed`, another
+  // name.
   //
   // Checked first, without running anything of it: the SHA-256, what the copy needs changed, every function
   // that is ours to give, the libraries that it needs, and the versions that it asks of them. kProgram: it is
   // damaged or not understood. kDelegateUnavailable: this process or system lacks something.
   static Result<std::shared_ptr<Library>> load(std::span<const uint8_t> image, const std::string& key,
-                                               const LibraryPlace& place);
+                                               const LibraryPlace& place, bool hashed = true);
   // Unloads it. No thread may be inside.
   ~Library();
   Library(const Library&) = delete;
@@ -68,6 +73,8 @@ class HEADRACE_API Library {
 
   const LibraryCalls& calls() const { return calls_; }
   const LibraryFacts& facts() const { return facts_; }
+  // Held by a container's first run, in which the library loads its kernels.
+  std::mutex& first_run() const { return first_run_; }
 
  private:
   struct Mapping;
@@ -75,6 +82,7 @@ class HEADRACE_API Library {
   LibraryFacts facts_;
   LibraryCalls calls_{};
   std::unique_ptr<Mapping> mapping_;
+  mutable std::mutex first_run_;
 };
 
 // Those of `names` that libheadrace_shims.so does not have. Names as a library calls them.

@@ -51,6 +51,8 @@ const char* advice_for(cu::Code code) {
       return "end the capture, and keep what broke it out of the next one";
     case cu::kDeinitialized:
       return "the process is ending";
+    case cu::kNoBinaryForGpu:
+      return "export the program for this GPU";
     case cu::kNotSupported:
       return "the device or the driver's mode (MIG, MPS, vGPU) does not offer it";
     default:

@@ -31,7 +31,7 @@ class CudaDevice;
 
 // Puts the device's primary context in place on the calling thread, and what was there back at its end. A
 // green context is replaced too: while one is current the per-thread handle is invalid (measured).
-class Current {
+class HEADRACE_API Current {
  public:
   explicit Current(const CudaDevice& device);
   ~Current();
@@ -164,7 +164,7 @@ class CudaDevice final : public Device {
   CudaSms& sms() { return sms_; }
 
   // What went wrong, typed: out of memory, a capture's rule, a handle that is none, the device itself.
-  Status failed(const char* operation, cu::Code code) const;
+  HEADRACE_API Status failed(const char* operation, cu::Code code) const;
   // Keeps `keep` until the work behind `event` is done. Never waits.
   void retire(std::shared_ptr<CudaEvent> event, Keep keep);
   // Destroys them for good; from now on their handles may be somebody else's.

@@ -24,6 +24,8 @@ using Pool = struct PoolOf*;
 using Graph = struct GraphOf*;
 using GraphExec = struct GraphExecOf*;
 using GraphNode = struct GraphNodeOf*;
+using Module = struct ModuleOf*;
+using Function = struct FunctionOf*;
 using GreenContext = struct GreenContextOf*;
 using ResourceDescription = struct ResourceDescriptionOf*;
 using HostFunction = void (*)(void*);
@@ -68,6 +70,7 @@ enum : Code {
   kNoDevice = 100,
   kInvalidDevice = 101,
   kInvalidContext = 201,
+  kNoBinaryForGpu = 209,
   kInvalidHandle = 400,
   kIllegalState = 401,
   kNotReady = 600,
@@ -103,6 +106,8 @@ enum : int {
 // CUpointer_attribute, CUmemorytype
 enum : int {
   kPointerMemoryType = 2,
+  kPointerDevice = 3,
+  kPointerHost = 4,
   kPointerIsManaged = 8,
   kPointerDeviceOrdinal = 9,
   kPointerRangeStart = 11,
@@ -131,59 +136,66 @@ enum : int { kResourceSm = 1 };
 enum : unsigned { kGreenDefaultStream = 1 };
 
 // Every driver of CUDA 12.0 and later has these.
-#define HEADRACE_DRIVER_REQUIRED(X)                                                           \
-  X(DriverGetVersion, "cuDriverGetVersion", (int*))                                           \
-  X(Init, "cuInit", (unsigned))                                                               \
-  X(GetErrorName, "cuGetErrorName", (Code, const char**))                                     \
-  X(GetErrorString, "cuGetErrorString", (Code, const char**))                                 \
-  X(DeviceGetCount, "cuDeviceGetCount", (int*))                                               \
-  X(DeviceGet, "cuDeviceGet", (Device*, int))                                                 \
-  X(DeviceGetName, "cuDeviceGetName", (char*, int, Device))                                   \
-  X(DeviceGetAttribute, "cuDeviceGetAttribute", (int*, int, Device))                          \
-  X(DeviceTotalMem, "cuDeviceTotalMem_v2", (size_t*, Device))                                 \
-  X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (Context*, Device))                   \
-  X(DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (Device))                        \
-  X(CtxGetCurrent, "cuCtxGetCurrent", (Context*))                                             \
-  X(CtxPushCurrent, "cuCtxPushCurrent_v2", (Context))                                         \
-  X(CtxPopCurrent, "cuCtxPopCurrent_v2", (Context*))                                          \
-  X(CtxGetDevice, "cuCtxGetDevice", (Device*))                                                \
-  X(CtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange", (int*, int*))                   \
-  X(CtxSynchronize, "cuCtxSynchronize", ())                                                   \
-  X(MemGetInfo, "cuMemGetInfo_v2", (size_t*, size_t*))                                        \
-  X(MemPoolCreate, "cuMemPoolCreate", (Pool*, const PoolProperties*))                         \
-  X(MemPoolDestroy, "cuMemPoolDestroy", (Pool))                                               \
-  X(MemPoolSetAttribute, "cuMemPoolSetAttribute", (Pool, int, void*))                         \
-  X(MemPoolGetAttribute, "cuMemPoolGetAttribute", (Pool, int, void*))                         \
-  X(MemPoolTrimTo, "cuMemPoolTrimTo", (Pool, size_t))                                         \
-  X(MemAllocFromPoolAsync, "cuMemAllocFromPoolAsync", (Address*, size_t, Pool, Stream))       \
-  X(MemFreeAsync, "cuMemFreeAsync", (Address, Stream))                                        \
-  X(MemcpyAsync, "cuMemcpyAsync", (Address, Address, size_t, Stream))                         \
-  X(MemsetD8Async, "cuMemsetD8Async", (Address, unsigned char, size_t, Stream))               \
-  X(PointerGetAttributes, "cuPointerGetAttributes", (unsigned, int*, void**, Address))        \
-  X(StreamCreateWithPriority, "cuStreamCreateWithPriority", (Stream*, unsigned, int))         \
-  X(StreamDestroy, "cuStreamDestroy_v2", (Stream))                                            \
-  X(StreamSynchronize, "cuStreamSynchronize", (Stream))                                       \
-  X(StreamQuery, "cuStreamQuery", (Stream))                                                   \
-  X(StreamWaitEvent, "cuStreamWaitEvent", (Stream, Event, unsigned))                          \
-  X(StreamGetCtx, "cuStreamGetCtx", (Stream, Context*))                                       \
-  X(LaunchHostFunc, "cuLaunchHostFunc", (Stream, HostFunction, void*))                        \
-  X(EventCreate, "cuEventCreate", (Event*, unsigned))                                         \
-  X(EventDestroy, "cuEventDestroy_v2", (Event))                                               \
-  X(EventRecord, "cuEventRecord", (Event, Stream))                                            \
-  X(EventQuery, "cuEventQuery", (Event))                                                      \
-  X(EventSynchronize, "cuEventSynchronize", (Event))                                          \
-  X(EventElapsedTime, "cuEventElapsedTime", (float*, Event, Event))                           \
-  X(StreamBeginCapture, "cuStreamBeginCapture_v2", (Stream, int))                             \
-  X(StreamEndCapture, "cuStreamEndCapture", (Stream, Graph*))                                 \
-  X(StreamIsCapturing, "cuStreamIsCapturing", (Stream, int*))                                 \
-  X(StreamGetCaptureInfo, "cuStreamGetCaptureInfo_v2",                                        \
-    (Stream, int*, unsigned long long*, Graph*, const GraphNode**, size_t*))                  \
-  X(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (int*))             \
-  X(GraphInstantiate, "cuGraphInstantiateWithFlags", (GraphExec*, Graph, unsigned long long)) \
-  X(GraphUpload, "cuGraphUpload", (GraphExec, Stream))                                        \
-  X(GraphLaunch, "cuGraphLaunch", (GraphExec, Stream))                                        \
-  X(GraphDestroy, "cuGraphDestroy", (Graph))                                                  \
-  X(GraphExecDestroy, "cuGraphExecDestroy", (GraphExec))
+#define HEADRACE_DRIVER_REQUIRED(X)                                                                  \
+  X(DriverGetVersion, "cuDriverGetVersion", (int*))                                                  \
+  X(Init, "cuInit", (unsigned))                                                                      \
+  X(GetErrorName, "cuGetErrorName", (Code, const char**))                                            \
+  X(GetErrorString, "cuGetErrorString", (Code, const char**))                                        \
+  X(DeviceGetCount, "cuDeviceGetCount", (int*))                                                      \
+  X(DeviceGet, "cuDeviceGet", (Device*, int))                                                        \
+  X(DeviceGetName, "cuDeviceGetName", (char*, int, Device))                                          \
+  X(DeviceGetAttribute, "cuDeviceGetAttribute", (int*, int, Device))                                 \
+  X(DeviceTotalMem, "cuDeviceTotalMem_v2", (size_t*, Device))                                        \
+  X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (Context*, Device))                          \
+  X(DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (Device))                               \
+  X(CtxGetCurrent, "cuCtxGetCurrent", (Context*))                                                    \
+  X(CtxPushCurrent, "cuCtxPushCurrent_v2", (Context))                                                \
+  X(CtxPopCurrent, "cuCtxPopCurrent_v2", (Context*))                                                 \
+  X(CtxGetDevice, "cuCtxGetDevice", (Device*))                                                       \
+  X(CtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange", (int*, int*))                          \
+  X(CtxSynchronize, "cuCtxSynchronize", ())                                                          \
+  X(MemGetInfo, "cuMemGetInfo_v2", (size_t*, size_t*))                                               \
+  X(MemPoolCreate, "cuMemPoolCreate", (Pool*, const PoolProperties*))                                \
+  X(MemPoolDestroy, "cuMemPoolDestroy", (Pool))                                                      \
+  X(MemPoolSetAttribute, "cuMemPoolSetAttribute", (Pool, int, void*))                                \
+  X(MemPoolGetAttribute, "cuMemPoolGetAttribute", (Pool, int, void*))                                \
+  X(MemPoolTrimTo, "cuMemPoolTrimTo", (Pool, size_t))                                                \
+  X(MemAllocFromPoolAsync, "cuMemAllocFromPoolAsync", (Address*, size_t, Pool, Stream))              \
+  X(MemFreeAsync, "cuMemFreeAsync", (Address, Stream))                                               \
+  X(MemcpyAsync, "cuMemcpyAsync", (Address, Address, size_t, Stream))                                \
+  X(MemsetD8Async, "cuMemsetD8Async", (Address, unsigned char, size_t, Stream))                      \
+  X(PointerGetAttributes, "cuPointerGetAttributes", (unsigned, int*, void**, Address))               \
+  X(StreamCreateWithPriority, "cuStreamCreateWithPriority", (Stream*, unsigned, int))                \
+  X(StreamDestroy, "cuStreamDestroy_v2", (Stream))                                                   \
+  X(StreamSynchronize, "cuStreamSynchronize", (Stream))                                              \
+  X(StreamQuery, "cuStreamQuery", (Stream))                                                          \
+  X(StreamWaitEvent, "cuStreamWaitEvent", (Stream, Event, unsigned))                                 \
+  X(StreamGetCtx, "cuStreamGetCtx", (Stream, Context*))                                              \
+  X(LaunchHostFunc, "cuLaunchHostFunc", (Stream, HostFunction, void*))                               \
+  X(EventCreate, "cuEventCreate", (Event*, unsigned))                                                \
+  X(EventDestroy, "cuEventDestroy_v2", (Event))                                                      \
+  X(EventRecord, "cuEventRecord", (Event, Stream))                                                   \
+  X(EventQuery, "cuEventQuery", (Event))                                                             \
+  X(EventSynchronize, "cuEventSynchronize", (Event))                                                 \
+  X(EventElapsedTime, "cuEventElapsedTime", (float*, Event, Event))                                  \
+  X(StreamBeginCapture, "cuStreamBeginCapture_v2", (Stream, int))                                    \
+  X(StreamEndCapture, "cuStreamEndCapture", (Stream, Graph*))                                        \
+  X(StreamIsCapturing, "cuStreamIsCapturing", (Stream, int*))                                        \
+  X(StreamGetCaptureInfo, "cuStreamGetCaptureInfo_v2",                                               \
+    (Stream, int*, unsigned long long*, Graph*, const GraphNode**, size_t*))                         \
+  X(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (int*))                    \
+  X(GraphInstantiate, "cuGraphInstantiateWithFlags", (GraphExec*, Graph, unsigned long long))        \
+  X(GraphUpload, "cuGraphUpload", (GraphExec, Stream))                                               \
+  X(GraphLaunch, "cuGraphLaunch", (GraphExec, Stream))                                               \
+  X(GraphDestroy, "cuGraphDestroy", (Graph))                                                         \
+  X(GraphExecDestroy, "cuGraphExecDestroy", (GraphExec))                                             \
+  X(ModuleLoadData, "cuModuleLoadData", (Module*, const void*))                                      \
+  X(ModuleUnload, "cuModuleUnload", (Module))                                                        \
+  X(ModuleGetFunction, "cuModuleGetFunction", (Function*, Module, const char*))                      \
+  X(FuncSetAttribute, "cuFuncSetAttribute", (Function, int, int))                                    \
+  X(LaunchKernel, "cuLaunchKernel",                                                                  \
+    (Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**, \
+     void**))
 
 // Null where the driver lacks them: partitions need all the green ones, which came with CUDA 12.4.
 #define HEADRACE_DRIVER_OPTIONAL(X)                                                                    \

@@ -1,5 +1,6 @@
 #include "program/cuda_payload.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "program/text.h"
@@ -77,16 +78,45 @@ Status wrong(const std::string& got) {
 
 }  // namespace
 
-Result<CudaPayload> read_cuda_payload(std::string_view bytes) {
+namespace {
+
+constexpr std::string_view kLibraryEnd = "_so_blob", kBlobEnd = "_weights_blob";
+
+bool is_hash(std::string_view text) {
+  auto digit = [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); };
+  return text.size() == 64 && std::all_of(text.begin(), text.end(), digit);
+}
+
+// The two forms without a magic.
+Result<CudaPayload> read_keys(std::string_view bytes, std::string_view method) {
+  CudaPayload payload;
+  if (bytes.empty()) {
+    payload.library_key = std::string(method) + std::string(kLibraryEnd);
+    payload.blob_key = std::string(method) + std::string(kBlobEnd);
+    payload.hashed = false;
+    return payload;
+  }
+  auto line = bytes.find('\n');
+  if (line == std::string_view::npos || bytes.find('\n', line + 1) != std::string_view::npos ||
+      bytes.size() > 4096 || !is_text(bytes.substr(0, line)) || !is_text(bytes.substr(line + 1)))
+    return wrong("other bytes");
+  payload.library_key = bytes.substr(0, line);
+  payload.blob_key = bytes.substr(line + 1);
+  if (!payload.library_key.ends_with(kLibraryEnd) || !payload.blob_key.ends_with(kBlobEnd))
+    return wrong("other bytes");
+  payload.hashed = is_hash(bytes.substr(0, payload.library_key.size() - kLibraryEnd.size()));
+  return payload;
+}
+
+}  // namespace
+
+Result<CudaPayload> read_cuda_payload(std::string_view bytes, std::string_view method) {
   if (!bytes.starts_with(kMagic)) {
     if (bytes.starts_with(kFamily)) {
       return wrong("one in the format " + quoted(bytes.substr(0, kMagic.size())) +
                    ", of another version of ExecuTorch; export it with executorch 1.5.1");
     }
-    if (bytes.empty() || bytes.find("_so_blob\n") != std::string_view::npos) {
-      return wrong("the format of versions before 1.5; export it with executorch 1.5.1");
-    }
-    return wrong("other bytes");
+    return read_keys(bytes, method);
   }
   Cursor cursor(bytes.substr(kMagic.size()));
   CudaPayload payload;
@@ -119,8 +149,8 @@ Result<CudaPayload> read_cuda_payload(std::string_view bytes) {
   return payload;
 }
 
-std::string check_cuda_payload(std::string_view bytes, const FindBytes& find) {
-  auto payload = read_cuda_payload(bytes);
+std::string check_cuda_payload(std::string_view bytes, std::string_view method, const FindBytes& find) {
+  auto payload = read_cuda_payload(bytes, method);
   if (!payload.ok()) return payload.status().message();
   std::string missing;
   auto want = [&](const std::string& key) {
@@ -129,6 +159,7 @@ std::string check_cuda_payload(std::string_view bytes, const FindBytes& find) {
     return found;
   };
   (void)want(payload->library_key);
+  // Whether constants in one piece are wanted at all, the library alone knows.
   for (const CudaConstant& c : payload->constants) {
     auto found = want(c.key);
     if (found && found->size() != c.nbytes) {

@@ -1,5 +1,8 @@
-// The payload of an AOTInductor island ("CudaBackend"): which library it is, and which constants it wants, by
-// name. Format: ETCUDAFQN3 of ExecuTorch 1.5.1 (backends/cuda/cuda_weight_collector.py).
+// The payload of an AOTInductor island ("CudaBackend"): which library it is, and where its constants are.
+// Formats, all of which ExecuTorch 1.5.1 writes or reads:
+//   ETCUDAFQN3 (backends/cuda/cuda_weight_collector.py): the constants by name, each a piece of named data;
+//   two keys in two lines (backends/aoti/aoti_backend.py): the library, and all its constants in one piece;
+//   nothing: the same with keys made of the method's name.
 #pragma once
 
 #include <cstdint>
@@ -26,15 +29,17 @@ struct CudaConstant {
 };
 
 struct CudaPayload {
-  std::string library_key;  // of the library in the named data: its SHA-256 and "_so_blob"
+  std::string library_key;  // of the library in the named data: "…_so_blob"
+  bool hashed = true;       // the key begins with the library's SHA-256
   std::vector<CudaConstant> constants;
+  std::string blob_key;  // of all constants in one piece, as the library orders them; empty: they are above
 };
 
-// Reads a payload, any bytes. Afterwards every constant lies inside its `nbytes`. kProgram.
-HEADRACE_API Result<CudaPayload> read_cuda_payload(std::string_view payload);
+// Reads a payload of `method`, any bytes. Afterwards every constant lies inside its `nbytes`. kProgram.
+HEADRACE_API Result<CudaPayload> read_cuda_payload(std::string_view payload, std::string_view method);
 
 // Reads it and compares it with the data that there is. Empty when all is well, else what was expected and
 // what came.
-std::string check_cuda_payload(std::string_view payload, const FindBytes& find);
+std::string check_cuda_payload(std::string_view payload, std::string_view method, const FindBytes& find);
 
 }  // namespace headrace

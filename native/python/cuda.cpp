@@ -23,6 +23,14 @@ nb::dict library_facts(nb::bytes image) {
   check(missing.status());
   nb::dict out;
   out["cuda"] = facts->cuda;
+  nb::list gpu_code;
+  for (const GpuKernel& kernel : facts->gpu_code) {
+    nb::list names;
+    for (const GpuCode& code : kernel) names.append(code.name());
+    gpu_code.append(nb::tuple(names));
+  }
+  out["gpu_code"] = gpu_code;
+  out["architectures"] = gpu_code_names(facts->gpu_code);
   out["needed"] = texts(facts->needed);
   nb::list versions;
   for (const VersionNeed& v : facts->versions)
@@ -34,8 +42,8 @@ nb::dict library_facts(nb::bytes image) {
   return out;
 }
 
-nb::dict cuda_payload(nb::bytes bytes) {
-  auto payload = read_cuda_payload({bytes.c_str(), bytes.size()});
+nb::dict cuda_payload(nb::bytes bytes, const std::string& method) {
+  auto payload = read_cuda_payload({bytes.c_str(), bytes.size()}, method);
   check(payload.status());
   nb::list constants;
   for (const CudaConstant& c : payload->constants) {
@@ -50,6 +58,7 @@ nb::dict cuda_payload(nb::bytes bytes) {
   }
   nb::dict out;
   out["library_key"] = text_of(payload->library_key);
+  out["blob_key"] = text_of(payload->blob_key);
   out["constants"] = constants;
   return out;
 }
@@ -58,7 +67,7 @@ nb::dict cuda_payload(nb::bytes bytes) {
 
 void bind_cuda(nb::module_& m) {
   m.def("library_facts", &library_facts, nb::arg("image"));
-  m.def("read_cuda_payload", &cuda_payload, nb::arg("payload"));
+  m.def("read_cuda_payload", &cuda_payload, nb::arg("payload"), nb::arg("method"));
 }
 
 }  // namespace headrace

@@ -42,7 +42,8 @@ class Island:
     ``march``            the instruction set of a host library ("x86-64-v3"); None where it is not said
     ``library_key``      the library's name in the named data; ``library_nbytes`` its size, None where it is in none of
                          the files
-    ``constants``        in the order of the payload
+    ``architectures``    of the GPU code in it: "sm_90a" for machine code, "compute_90" for PTX; "" in a library for the host
+    ``constants``        in the order of the payload; of older payloads none, whose ``blob_key`` names all in one piece
     ``shims``            the functions that headrace answers for the library, as the library calls them
     ``needed``           the system's libraries that it names
     ``versions``         (library, version) of what it asks of them
@@ -55,6 +56,8 @@ class Island:
     march: str | None
     library_key: str
     library_nbytes: int | None
+    architectures: str
+    blob_key: str
     constants: tuple[Constant, ...]
     shims: tuple[str, ...]
     needed: tuple[str, ...]
@@ -93,7 +96,7 @@ def library(source: Source, key: str) -> bytes | None:
 
 def _island(source: Source, file: pte.ProgramFile, method: str, island: pte.Island) -> Island:
     with opened(source) as stream:
-        payload = core.read_cuda_payload(stream.read(island.payload_offset, island.payload_nbytes))
+        payload = core.read_cuda_payload(stream.read(island.payload_offset, island.payload_nbytes), method)
     image = library(source, payload["library_key"])
     facts = core.library_facts(image) if image is not None else None
     host = island.spec("headrace_host")
@@ -108,6 +111,8 @@ def _island(source: Source, file: pte.ProgramFile, method: str, island: pte.Isla
         None if host is None else _march(host),
         payload["library_key"],
         None if image is None else len(image),
+        facts["architectures"] if facts else "",
+        payload["blob_key"],
         tuple(Constant(**constant) for constant in payload["constants"]),
         tuple(facts["shims"]) if facts else (),
         tuple(facts["needed"]) if facts else (),

@@ -67,6 +67,34 @@ def payload(key: str, *constants: bytes, count: int | None = None) -> bytes:
     return head + struct.pack("<I", len(constants) if count is None else count) + b"".join(constants)
 
 
+def with_payload(program: bytes, other: bytes) -> bytes:
+    """The program with ``other``, which may be at most as long, as the payload of its first AOTInductor island."""
+    from headrace._schema import program as schema  # type: ignore[attr-defined]
+
+    island = next(i for m in pte.read(program).methods for i in m.islands if i.delegate == "CudaBackend")
+    assert len(other) <= island.payload_nbytes
+    at = island.payload_offset
+    end = at + island.payload_nbytes
+    made = bytearray(program[:at] + other.ljust(end - at, b"\0") + program[end:])
+    mine = (at, island.payload_nbytes)
+    (index,) = (k for k, s in enumerate(pte.read(program).segments) if (s.offset, s.nbytes) == mine)
+    segment = schema.Program.GetRootAs(made, 0).Segments(index)
+    # The second field of its table, behind the offset.
+    place = segment._tab.Pos + segment._tab.Offset(6)
+    assert struct.unpack_from("<Q", made, place) == (island.payload_nbytes,)
+    struct.pack_into("<Q", made, place, len(other))
+    return bytes(made)
+
+
+def rename(program: bytes, key: str, shorter: str) -> bytes:
+    """The program with the named data ``key`` under another name, which may be at most as long."""
+    old, new = key.encode(), shorter.encode()
+    assert len(new) <= len(old)
+    whole = struct.pack("<I", len(old)) + old + b"\0"
+    assert program.count(whole) == 1
+    return program.replace(whole, struct.pack("<I", len(new)) + new.ljust(len(old) + 1, b"\0"))
+
+
 # What every library of AOTInductor exports, as far as it is asked for: a model without inputs, outputs or constants.
 EXPORTS = """
 #include <cstddef>
@@ -101,12 +129,17 @@ def shared_library(
     inputs: int = 1,
     outputs: int = 1,
     flags: tuple[str, ...] = (),
+    instead: dict[str, str] | None = None,
 ) -> bytes:
-    """A library with AOTInductor's functions whose run does ``body``; ``head`` stands before them."""
+    """A library with AOTInductor's functions whose run does ``body``; ``head`` stands before them;
+    ``instead`` are texts in place of others in them."""
     from tests.native import compiler
 
     source, target = folder / "library.cpp", folder / "library.so"
     text = EXPORTS.replace("INPUTS", str(inputs)).replace("OUTPUTS", str(outputs)).replace("BODY", body)
+    for old, new in (instead or {}).items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
     source.write_text(head + text)
     compiler.build("-std=c++20", "-shared", "-fPIC", "-O1", source, "-o", target, *flags)
     return target.read_bytes()

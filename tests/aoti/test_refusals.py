@@ -298,7 +298,7 @@ def test_native_code_can_be_refused() -> None:
     [
         (b"ETCUDAFQN4", "'ETCUDAFQN4', of another version of ExecuTorch"),
         (b"ETCUDAFQN5", "'ETCUDAFQN5', of another version of ExecuTorch"),
-        (b"_so_blob\n_", "the format of versions before 1.5"),
+        (b"_so_blob\n_", "other bytes"),
         (b"\0" * 10, "other bytes"),
     ],
 )
@@ -313,7 +313,7 @@ def read(payload: bytes) -> str:
     from headrace.engine import core
 
     try:
-        core.read_cuda_payload(payload)
+        core.read_cuda_payload(payload, "forward")
     except headrace.ProgramError as error:
         return str(error)
     return ""
@@ -361,7 +361,7 @@ def test_payloads_that_are_cut_off_or_too_long_are_refused() -> None:
     key = "0" * 64 + "_so_blob"
     whole = forge.payload(key, forge.constant("w", "k", 24, (2, 3), (3, 1)))
     assert read(whole) == ""
-    for end in range(len(whole)):
+    for end in range(1, len(whole)):  # nothing at all is an older form
         assert read(whole[:end]) != "", end
     assert "1 bytes behind its end" in read(whole + b"\0")
     assert "4294967295 constants in too few bytes" in read(forge.payload(key, count=2**32 - 1))
@@ -451,13 +451,17 @@ def test_a_cuda_library_says_that_its_kernels_need_a_gpu(tmp_path: Path) -> None
     program = AOTI.load("embeddings")
     planned = forge.for_cuda(program.path.read_bytes())
     error = refused(
-        planned, headrace.DelegateUnavailable, "do not run on cpu", device="cpu", data=program.data
+        planned,
+        headrace.DelegateUnavailable,
+        "kernels run nowhere else, got cpu",
+        device="cpu",
+        data=program.data,
     )
     assert error.delegate == "CudaBackend"
     refused(
         planned,
         headrace.DelegateUnavailable,
-        "do not run on sim:0",
+        "kernels run nowhere else, got sim:0",
         device=headrace.device("sim"),
         data=program.data,
     )

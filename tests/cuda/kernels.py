@@ -104,6 +104,9 @@ def launch(graph: dict[str, Any], inputs: Any, outputs: Any, stream: Any, view: 
         for op in graph["ops"]:
             values[op["out"]] = OPS[op["op"]](*(values[a] if isinstance(a, str) else a for a in op["args"]))
         for name, buffer in zip(graph["outputs"], outputs, strict=True):
+            # It comes with the greatest size of the plan.
+            if buffer.shape != values[name].shape:
+                buffer.resize(values[name].shape)
             view(buffer)[...] = values[name]
 
 

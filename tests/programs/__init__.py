@@ -7,7 +7,7 @@ PyTorch answers. Both need torch; this module does not, so the tests that run pr
     program = programs.load("mlp_portable")
     for call in program.calls: ...           # method, inputs, outputs as the exporter's process saw them
 
-``programs.AOTI`` holds those of AOTInductor: ``programs.AOTI.load("mlp")``.
+``programs.AOTI`` holds those of AOTInductor: ``programs.AOTI.load("mlp")``. ``programs.CUDA`` holds them for a GPU.
 
 A folder's name is a hash over the sources here and the pinned versions, so a stale export is never
 mistaken for a current one.
@@ -24,8 +24,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AOTI",
+    "CUDA",
+    "CUDA_FEW",
+    "CUDA_PINS",
     "PINS",
     "STOCK",
     "Call",
@@ -54,6 +57,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 # What the exported bytes depend on beside the sources; export.py refuses other versions.
 PINS = {"torch": "2.13.0", "executorch": "1.5.1", "torchao": "0.18.0"}
+CUDA_PINS = {**PINS, "triton": "3.9.0"}
 
 
 @dataclass(frozen=True)
@@ -124,18 +128,26 @@ class Program:
 @dataclass(frozen=True)
 class Collection:
     """A set of programs that one script exports: ``python -m MODULE ARGUMENTS``. ``sources`` are the files, beside
-    ``PINS``, that the result depends on."""
+    ``pins``, that the result depends on; ``which`` tells sets of one script apart. ``listed`` gives their names where
+    these are not all of the models in the sources."""
 
     module: str
     sources: tuple[Path, ...]
     arguments: Callable[[], list[str]] = list
+    which: str = ""
+    pins: Mapping[str, str] = field(default_factory=lambda: PINS, hash=False)
+    listed: Callable[[], list[str]] | None = None
 
     def folder(self) -> Path:
         """Where the export of exactly these sources lies, or will lie."""
-        digest = hashlib.sha256(json.dumps(PINS, sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps(dict(self.pins), sort_keys=True).encode() + self.which.encode())
         for source in self.sources:
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
         return ROOT / "build" / "programs" / digest.hexdigest()[:16]
+
+    def there(self) -> bool:
+        """Whether the export is there."""
+        return (self.folder() / "index.json").exists()
 
     def ensure(self) -> Path:
         """The folder, exported first, in a process of its own, where it is not there yet."""
@@ -150,7 +162,10 @@ class Collection:
                 return there
             python = export_python()
             done = subprocess.run(
-                [python, "-m", self.module, *self.arguments()], cwd=ROOT, capture_output=True, text=True
+                [python, "-m", self.module, *([self.which] if self.which else []), *self.arguments()],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
             )
             if done.returncode:
                 raise RuntimeError(
@@ -162,8 +177,7 @@ class Collection:
 
     def names(self) -> list[str]:
         """Every program of the collection, as its sources list them: asking exports nothing."""
-        text = "".join(source.read_text() for source in self.sources)
-        return re.findall(r"^@model\ndef (\w+)", text, re.MULTILINE)
+        return self.listed() if self.listed else _models(*self.sources)
 
     def load(self, name: str) -> Program:
         """The exported program called ``name``."""
@@ -184,6 +198,24 @@ def package_folders() -> list[str]:
     return [str(ROOT / "src" / "headrace"), schema]
 
 
+def _models(*sources: Path) -> list[str]:
+    text = "".join(source.read_text() for source in sources)
+    return re.findall(r"^@model\ndef (\w+)", text, re.MULTILINE)
+
+
+def _for_cuda() -> list[str]:
+    from .export_cuda import LEFT_OUT, STOCK
+
+    models = _models(HERE / "cuda_models.py", HERE / "aoti.py")
+    return [*(name for name in models if name not in LEFT_OUT), *STOCK]
+
+
+def _few_for_cuda() -> list[str]:
+    from .export_cuda import FEW
+
+    return list(FEW)
+
+
 STOCK = Collection(
     "tests.programs.export", tuple(HERE / f"{name}.py" for name in ("delegates", "export", "graph", "models"))
 )
@@ -196,6 +228,18 @@ AOTI = Collection(
     ),
     package_folders,
 )
+
+_CUDA_SOURCES = (
+    *(HERE / f"{name}.py" for name in ("aoti", "cuda_models", "delegates", "export", "export_aoti")),
+    *(HERE / f"{name}.py" for name in ("export_cuda", "graph")),
+    *sorted((ROOT / "src" / "headrace" / "export").glob("*.py")),
+    ROOT / "src" / "headrace" / "pte" / "fatbin.py",
+)
+# For a GPU: a few whose structure is tested anywhere, and all that tests/cuda runs.
+CUDA_FEW = Collection(
+    "tests.programs.export_cuda", _CUDA_SOURCES, package_folders, "few", CUDA_PINS, _few_for_cuda
+)
+CUDA = Collection("tests.programs.export_cuda", _CUDA_SOURCES, package_folders, "all", CUDA_PINS, _for_cuda)
 
 
 @functools.cache

@@ -28,7 +28,28 @@ static bool mapped(const char* what) {
   return false;
 }
 
+// NVIDIA's rules: which GPUs run which code.
+static void architectures() {
+  using headrace::GpuCode;
+  struct Case {
+    GpuCode code;
+    int major, minor;
+    bool runs;
+  };
+  const Case cases[] = {
+      {{false, 90, 'a'}, 9, 0, true},    {{false, 90, 'a'}, 10, 0, false}, {{true, 90, 'a'}, 9, 0, true},
+      {{true, 90, 'a'}, 12, 0, false},   {{false, 80, 0}, 8, 0, true},     {{false, 80, 0}, 8, 9, true},
+      {{false, 86, 0}, 8, 0, false},     {{false, 80, 0}, 9, 0, false},    {{true, 80, 0}, 8, 0, true},
+      {{true, 80, 0}, 12, 1, true},      {{true, 86, 0}, 8, 0, false},     {{false, 100, 'f'}, 10, 3, true},
+      {{false, 100, 'f'}, 11, 0, false}, {{true, 100, 'f'}, 10, 3, true},  {{true, 100, 'f'}, 12, 0, false},
+      {{false, 120, 0}, 12, 1, true},
+  };
+  for (const Case& c : cases) CHECK(c.code.runs_on(c.major, c.minor) == c.runs);
+  CHECK((GpuCode{false, 90, 'a'}.name() == "sm_90a" && GpuCode{true, 80, 0}.name() == "compute_80"));
+}
+
 int main(int, char** argv) {
+  architectures();
   std::ifstream file(argv[1], std::ios::binary);
   std::vector<uint8_t> image((std::istreambuf_iterator<char>(file)), {});
   auto facts = headrace::read_library(image);

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 from headrace.engine import core
+from headrace.pte import fatbin
 from tests.aoti import forge
 from tests.native import compiler
 
@@ -77,3 +79,45 @@ def test_what_a_cuda_library_asks_for_is_told_without_loading_it(tmp_path: Path)
     assert facts["cuda"] is True and facts["missing_shims"] == [] == facts["missing_needs"]
     assert {"cudaMalloc", "cuLaunchKernel", "aoti_torch_dtype_bfloat16"} <= set(facts["shims"])
     assert "libcuda.so.1" not in facts["needed"]
+
+
+def test_architectures_in_a_library_are_those_that_the_fat_binaries_have(tmp_path: Path) -> None:
+    """DE5: as nvcc wrote them, compressed and not, whole and cut; a cubin alone is told too."""
+    image = cuda_library(tmp_path)
+    assert core.library_facts(image)["gpu_code"] == []
+    folder = compiler.ROOT / "tests/audit/fatbins"
+    files = sorted(folder.glob("*.fatbin"))
+    assert len(files) >= 4
+    for file in files:
+        raw = file.read_bytes()
+        said = {code.arch for code in fatbin.read(memoryview(raw)).code if code.kind != "ltoir"}
+        facts = core.library_facts(image + b"\0" * 5 + raw)
+        found = {name for kernel in facts["gpu_code"] for name in kernel}
+        assert found == said, file.name
+        assert facts["architectures"] == ", ".join(sorted(said))
+        for cut in (1, len(raw) // 2, len(raw) - 40):
+            core.library_facts(image + raw[:-cut])  # a damaged one is none, or its cubins are; and no more
+    for abi, flags, name in ((8, 0x9005A04, "sm_90"), (7, 0x5A055A, "sm_90"), (8, 0x6407804, "sm_120")):
+        cubin = struct.pack(
+            "<4sBBBBB7xHHIQQQIHHHHHH",
+            b"\x7fELF",
+            2,
+            1,
+            1,
+            0x41,
+            abi,
+            2,
+            190,
+            1,
+            0,
+            64,
+            0,
+            flags,
+            64,
+            56,
+            0,
+            64,
+            0,
+            0,
+        )
+        assert core.library_facts(image + cubin)["gpu_code"] == [(name,)]

@@ -3,6 +3,7 @@
 //
 //     module host PROGRAM
 //     module sim|memory PROGRAM DATA INPUT OUTPUT      (float32[4, 16] and float32[4, 8], raw)
+//     module gpu PROGRAM SUM                           (the MLP, on the fake driver: see child_aoti.py)
 #include <dlfcn.h>
 #include <executorch/extension/module/module.h>
 
@@ -11,6 +12,7 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -109,12 +111,81 @@ static void simulated(char** argv, bool wrong) {
   for (size_t i = 0; i < got.size(); ++i) CHECK(std::fabs(got[i] - want[i]) < 1e-5);
 }
 
+// A kernel of the fake driver: the first numbers of what it reads, added up, and one.
+static void add_first_numbers(const char* name, const uint64_t* arguments) {
+  size_t inputs = std::strncmp(name, "triton_poi", 10) == 0 ? 0 : 3;
+  float sum = 1;
+  for (size_t i = 0; i < inputs; ++i) sum += *reinterpret_cast<const float*>(arguments[i]);
+  *reinterpret_cast<float*>(arguments[inputs]) = sum;
+}
+
+// Nobody of ours is above: the delegate itself orders its calls, and waits for the last one.
+static void gpu(char** argv) {
+  void* driver = dlopen("libcuda.so.1", RTLD_NOW);
+  CHECK(driver != nullptr);
+  auto kernel = reinterpret_cast<void (*)(const char*, const char*, void (*)(const char*, const uint64_t*))>(
+      dlsym(driver, "fake_kernel"));
+  auto fail = reinterpret_cast<void (*)(const char*, int64_t, int)>(dlsym(driver, "fake_fail"));
+  auto calls = reinterpret_cast<int64_t (*)(const char*)>(dlsym(driver, "fake_calls"));
+  auto left = reinterpret_cast<const char* (*)()>(dlsym(driver, "fake_left"));
+  CHECK(kernel && fail && calls && left);
+  kernel("", "pppp", add_first_numbers);
+  auto device = headrace::cuda_device(0);
+  CHECK(device.ok());
+  std::vector<headrace::StreamHandle> streams = {headrace::kPerThreadStream};
+  for (int i = 0; i < 2; ++i) {
+    auto made = (*device)->create_stream({});
+    CHECK(made.ok());
+    streams.push_back(*made);
+  }
+  float want = std::stof(argv[3]);
+  std::vector<float> x(4 * 16);
+  Array in({4, 16}, x.data(), false);
+  {
+    std::optional<Module> module(argv[2]);
+    {
+      headrace::DeviceGuard guard(*device, streams[0]);
+      CHECK(module->load_method("forward") == et::Error::Ok);
+    }
+    int64_t syncs = calls("cuStreamWaitEvent");
+    for (int k = 0; k < 6; ++k) {
+      headrace::DeviceGuard guard(*device, streams[static_cast<size_t>(k) % 3]);
+      x[0] = static_cast<float>(k);
+      auto result = module->forward(in.value());
+      CHECK(result.ok());
+      CHECK(std::fabs(result->at(0).toTensor().const_data_ptr<float>()[0] - x[0] - want) < 1e-4f);
+    }
+    CHECK(calls("cuStreamWaitEvent") >= syncs + 5);
+    // The copy of the result fails behind kernels that are in flight, and the program ends: it waits for
+    // them.
+    headrace::CallContext context;
+    headrace::DeviceGuard guard(*device, streams[1], &context);
+    fail("cuMemcpyAsync", 1, 999);
+    CHECK(!module->forward(in.value()).ok());
+    CHECK(context.failure.code() == headrace::ErrorCode::kDevice);
+    fail("cuLaunchKernel", 1, 999);
+    context.failure = {};
+    CHECK(!module->forward(in.value()).ok());
+    CHECK(context.failure.code() == headrace::ErrorCode::kDevice);
+    context.failure = {};
+    CHECK(module->forward(in.value()).ok());
+    module.reset();
+  }
+  for (size_t i = 1; i < streams.size(); ++i) CHECK((*device)->destroy_stream(streams[i]).ok());
+  CHECK((*device)->synchronize().ok());
+  CHECK((*device)->memory().current_nbytes == 0);
+  std::string text = left();
+  CHECK(text.find("module") == std::string::npos && text.find("stack") == std::string::npos);
+}
+
 int main(int, char** argv) {
   CHECK(headrace::initialize().ok());
   if (const char* library = std::getenv("OPEN")) CHECK(dlopen(library, RTLD_NOW | RTLD_LOCAL) != nullptr);
   std::string scenario = argv[1];
   if (scenario == "host") {
     host(argv[2]);
+  } else if (scenario == "gpu") {
+    gpu(argv);
   } else {
     simulated(argv, scenario == "memory");
   }

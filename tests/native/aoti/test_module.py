@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from headrace import aoti
 from tests import programs
 from tests.native import compiler
-from tests.programs import AOTI
+from tests.native.cuda.test_cuda import fake
+from tests.programs import AOTI, CUDA_FEW
 
 LIBRARIES = compiler.libraries()
 
@@ -72,3 +76,20 @@ def test_memory_of_a_device(scenario: str, binary: tuple[Path, dict[str, str]], 
     out = run(binary, scenario, program.path, program.data[0], tmp_path / "in", tmp_path / "out")
     if scenario == "memory":
         assert "delegate 'CudaBackend': input 0: expected memory of sim:0, got host memory" in out
+
+
+def test_a_gpu(binary: tuple[Path, dict[str, str]]) -> None:
+    """LT1, LT2, LT4, DE1: a library for CUDA on the fake driver: calls are ordered by the delegate's own event where the
+    stream changes, and the end of the program waits for it; kernels are loaded by the first call."""
+    program = CUDA_FEW.load("mlp")
+    (island,) = aoti.read(program.path)
+    total = 0.0
+    for constant in island.constants:
+        raw = aoti.library(program.path, constant.key)
+        assert raw is not None
+        total += float(np.frombuffer(raw, np.float32)[0])
+    library = aoti.library(program.path, island.library_key)
+    assert library is not None
+    total += len(set(re.findall(rb"\0(triton_[a-z]+_fused_\w*_?\d+)\0", library)))
+    target, environment = binary
+    run((target, {**environment, "LD_LIBRARY_PATH": str(fake())}), "gpu", program.path, total)

@@ -10,6 +10,7 @@
 
 #include "cuda/constants.h"
 #include "cuda/shims.h"
+#include "device/driver.h"
 
 using namespace headrace::shims;
 
@@ -215,11 +216,168 @@ static void ends_of_threads() {
   CHECK(ended.size() == 3 && ended.back() == 2);
 }
 
+// ---- a GPU, as far as libraries see one: a table of the driver's, and memory
+
+namespace cu = headrace::cu;
+
+static int64_t taken = 0, given = 0, launched = 0, copies = 0, waits = 0, events = 0;
+static int driver_says = 0;
+static void* stream_used = nullptr;
+
+extern "C" {
+int hrceEventRecord(void*, void*);
+int hrceEventSynchronize(void*);
+int hrceEventQuery(void*);
+int hrceGetDevice(int*);
+int hrceSetDevice(int);
+int hrceGetLastError();
+int hrceMalloc(void**, size_t);
+int hrceFree(void*);
+int hrceMemcpy(void*, const void*, size_t, int);
+int hrceStreamSynchronize(void*);
+int hrLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**,
+                   void**);
+int32_t A(create_cuda_stream_guard)(void*, int32_t, void**);
+int32_t A(delete_cuda_stream_guard)(void*);
+int32_t A(get_current_cuda_stream)(int32_t, void**);
+int32_t A(create_cuda_guard)(int32_t, void**);
+}
+
+static Tensor* on_gpu(std::vector<int64_t> sizes, std::vector<int64_t> strides) {
+  Tensor* t = nullptr;
+  CHECK(A(empty_strided)(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), kFloat, kCuda, 3,
+                         &t) == 0);
+  return t;
+}
+
+static void gpu() {
+  cu::Driver driver;
+  driver.LaunchKernel = [](cu::Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                           cu::Stream stream, void**, void**) -> cu::Code {
+    ++launched;
+    stream_used = stream;
+    return driver_says;
+  };
+  driver.MemcpyAsync = [](cu::Address to, cu::Address from, size_t n, cu::Stream stream) -> cu::Code {
+    ++copies;
+    stream_used = stream;
+    if (driver_says == 0) std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), n);
+    return driver_says;
+  };
+  driver.StreamSynchronize = [](cu::Stream) -> cu::Code { return 0; };
+  driver.EventRecord = [](cu::Event, cu::Stream) -> cu::Code { return ++events, 0; };
+  driver.EventSynchronize = [](cu::Event) -> cu::Code { return ++events, 0; };
+  driver.EventQuery = [](cu::Event) -> cu::Code { return ++events, cu::kNotReady; };
+  driver.GetErrorString = [](cu::Code, const char** text) -> cu::Code { return *text = "no luck", 0; };
+  Gpu on;
+  on.driver = &driver;
+  on.ordinal = 3;
+  on.take = [](void*, size_t n) { return ++taken, std::malloc(n + 1); };
+  on.give = [](void*, void* data) { ++given, std::free(data); };
+  on.copied = [](void*, size_t, size_t) {};
+  on.waited = [](void*) { ++waits; };
+  Arena* arena = make_arena(&on);
+  exchange_arena(arena);
+  int first_stream = 0, second_stream = 0, device = -1;
+  GpuRun run;
+  run.stream = &first_stream;
+
+  // Memory: the caller's where a request is to become an output; a clone is no request.
+  std::vector<float> output(6);
+  Placement placement{1, 24, output.data()};
+  run.placements = &placement;
+  run.num_placements = 1;
+  begin_gpu_run(arena, run);
+  Tensor* a = on_gpu({2, 3}, {3, 1});
+  Tensor* copied = nullptr;
+  CHECK(A(clone_preserve_strides)(a, &copied) == 0 && view(copied).ordinal == -1);
+  Tensor* b = on_gpu({2, 3}, {3, 1});
+  CHECK(view(a).ordinal == 0 && view(b).ordinal == 1 && view(b).data == output.data() && view(b).whole);
+  CHECK(taken == 2 && copies == 1 && stream_used == &first_stream);
+  for (Tensor* t : {a, b, copied}) CHECK(A(delete_tensor_object)(t) == 0);
+  CHECK(given == 2 && counts(arena).tensors == 0);
+  // Another size under that number is no output.
+  begin_gpu_run(arena, run);
+  a = on_gpu({2, 3}, {3, 1});
+  b = on_gpu({2, 2}, {2, 1});
+  CHECK(view(b).ordinal == 1 && view(b).data != output.data());
+
+  // The device is that of the program, the stream that of the run or of a guard.
+  void* guard = nullptr;
+  void* now = nullptr;
+  CHECK(hrceGetDevice(&device) == 0 && device == 3 && hrceSetDevice(3) == 0 && hrceSetDevice(0) == 101);
+  CHECK(A(create_cuda_stream_guard)(&second_stream, 3, &guard) == 0);
+  CHECK(A(get_current_cuda_stream)(3, &now) == 0 && now == &second_stream);
+  CHECK(A(delete_cuda_stream_guard)(guard) == 0);
+  CHECK(A(get_current_cuda_stream)(3, &now) == 0 && now == &first_stream);
+  CHECK(A(create_cuda_stream_guard)(&second_stream, 0, &guard) == 1 && A(create_cuda_guard)(1, &guard) == 1);
+  CHECK(std::string(take_error()).find("device index 3") != std::string::npos);
+
+  // Strided copies: as few as there are stretches without a gap.
+  float* x = data(a);
+  for (int i = 0; i < 6; ++i) x[i] = static_cast<float>(i);
+  copies = 0;
+  const int64_t dense[] = {3, 1}, turned[] = {1, 2};
+  std::vector<float> to(6);
+  CHECK(copy_on_device(a, to.data(), dense) && copies == 1 && to == (std::vector<float>{0, 1, 2, 3, 4, 5}));
+  CHECK(copy_on_device(a, to.data(), turned) && copies == 7);
+  CHECK((to == std::vector<float>{0, 3, 1, 4, 2, 5}));
+
+  // Events and waits of the library's own: for constants that it computes, and for nothing else.
+  CHECK(hrceEventRecord(&device, &first_stream) == 0 && hrceEventSynchronize(&device) == 0);
+  CHECK(hrceEventQuery(&device) == 0 && events == 0 && waits == 0);
+  run.events = true;
+  begin_gpu_run(arena, run);
+  CHECK(hrceEventRecord(&device, &first_stream) == 0 && hrceEventSynchronize(&device) == 0);
+  CHECK(hrceEventQuery(&device) == cu::kNotReady && events == 3 && waits == 1 && counts(arena).code == 0);
+
+  // A value read back waits; where host memory may take no part it is refused, before anything is enqueued.
+  float value = 0;
+  Tensor* one = on_gpu({1}, {1});
+  *data(one) = 7;
+  copies = 0;
+  CHECK(A(item_float32)(one, &value) == 0 && value == 7 && copies == 1 && waits == 2);
+  run.replayed = true;
+  begin_gpu_run(arena, run);
+  CHECK(A(item_float32)(one, &value) == 1 && copies == 1);
+  CHECK(std::string(take_error()).find("never at replay") != std::string::npos);
+
+  // A rehearsal enqueues nothing.
+  run.replayed = false;
+  run.rehearsal = true;
+  begin_gpu_run(arena, run);
+  void* arguments[] = {nullptr};
+  CHECK(hrLaunchKernel(nullptr, 1, 1, 1, 1, 1, 1, 0, &first_stream, arguments, nullptr) == 0 &&
+        launched == 0);
+  CHECK(hrceMemcpy(&value, data(one), 4, 2) == 0 && copies == 1 && hrceStreamSynchronize(nullptr) == 0);
+  CHECK(A(item_float32)(one, &value) == 1 && waits == 2);
+  (void)take_error();
+
+  // What the driver says is kept, the first of it, for whoever called the library.
+  begin_gpu_run(arena, GpuRun{&first_stream});
+  driver_says = 700;
+  CHECK(hrLaunchKernel(nullptr, 1, 1, 1, 1, 1, 1, 0, &first_stream, arguments, nullptr) == 700 &&
+        launched == 1);
+  driver_says = 719;
+  CHECK(hrLaunchKernel(nullptr, 1, 1, 1, 1, 1, 1, 0, &first_stream, arguments, nullptr) == 719);
+  CHECK(counts(arena).code == 700 && counts(arena).launches == 2 && hrceGetLastError() == 719);
+  CHECK(A(clone)(one, &copied) == 1 && std::string(take_error()).find("no luck") != std::string::npos);
+  driver_says = 0;
+  void* memory = nullptr;
+  CHECK(hrceMalloc(&memory, 8) == 0 && hrceFree(memory) == 0);
+  exchange_arena(nullptr);
+  // With no arena of a GPU they answer as on a machine without one.
+  CHECK(hrLaunchKernel(nullptr, 1, 1, 1, 1, 1, 1, 0, nullptr, arguments, nullptr) == 100 && launched == 2);
+  destroy_arena(arena);
+  CHECK(taken == given);
+}
+
 int main() {
   memory();
   tensors();
   constants();
   checks();
+  gpu();
   ends_of_threads();
   std::printf("%d failures\n", failures);
   return failures != 0;

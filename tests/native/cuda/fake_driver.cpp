@@ -7,7 +7,8 @@
 // Streams are ordered by events, and the legacy stream and blocking ones by the order of their calls. A
 // launch runs a graph's nodes one after the other, as they were captured.
 //
-// Made to differ by the environment (FAKE_DEVICES, FAKE_VERSION, FAKE_INIT, FAKE_NO_POOLS, FAKE_MEMORY) and,
+// Made to differ by the environment (FAKE_DEVICES, FAKE_VERSION, FAKE_INIT, FAKE_NO_POOLS, FAKE_MEMORY,
+// FAKE_CAPABILITY) and,
 // for entry points that are missing, by macros (NO_GREEN, NO_NEWER, NO_POOL_ENTRY, NO_DRIVER).
 #include <algorithm>
 #include <condition_variable>
@@ -41,6 +42,7 @@ int number(const char* name, int otherwise) {
 const int kDevices = number("FAKE_DEVICES", 1);
 const bool kEager = number("FAKE_EAGER", 0) != 0;
 const size_t kMemory = static_cast<size_t>(number("FAKE_MEMORY", 1 << 30));
+const int kCapability = number("FAKE_CAPABILITY", 90);
 constexpr unsigned kSms = 132, kLeast = 8;
 
 struct Green;
@@ -116,6 +118,19 @@ struct Block {
 struct Description {
   std::vector<cu::Resource> parts;
 };
+struct Module {
+  int64_t pending = 0;  // launches of it that have not run, those in graphs included
+};
+struct Function {
+  std::string name;
+  std::shared_ptr<Module> module;
+};
+// What a launch of a kernel does: reads and writes memory as its arguments say. Which those are the driver
+// knows from the code; here it is told, "p" for an address, "i" for 32 bits.
+struct Kernel {
+  std::string signature;
+  void (*run)(const char* name, const uint64_t* arguments) = nullptr;
+};
 struct Green {
   Context context;
   unsigned sm_count = 0;
@@ -139,6 +154,9 @@ std::set<Exec*> execs;
 std::set<Pool*> pools;
 std::set<Green*> greens;
 std::map<uintptr_t, Block> blocks;
+std::map<void*, std::shared_ptr<Module>> modules;
+std::map<void*, std::unique_ptr<Function>> functions;
+std::map<std::string, Kernel> kernels;  // under "" for all others
 std::vector<CaptureRef> captures;
 std::vector<Stream*> spare;  // destroyed streams whose address is to be used again
 bool reuse = false;
@@ -210,6 +228,7 @@ void run_until(const OpRef& op, Lock& lock) {
     }
     stream->queue.pop_front();
     next->done = true;
+    next->run = next->outside = nullptr;  // with what they hold
     idle.notify_all();
   }
 }
@@ -364,6 +383,10 @@ ENTRY void fake_reuse_streams(int yes) {
   Lock lock(mutex);
   reuse = yes != 0;
 }
+ENTRY void fake_kernel(const char* name, const char* signature, void (*run)(const char*, const uint64_t*)) {
+  Lock lock(mutex);
+  kernels[name] = {signature, run};
+}
 // What is left, as text: empty where everything was given back but one context and one pool for each device
 // that was opened.
 ENTRY const char* fake_left() {
@@ -382,6 +405,7 @@ ENTRY const char* fake_left() {
   count("events", events.size());
   count("graphs", graphs.size());
   count("executable graphs", execs.size());
+  count("modules", modules.size());
   live = 0;
   for (auto& [at, block] : blocks) live += block.pool != nullptr;
   count("allocations", live);
@@ -476,6 +500,7 @@ ENTRY Code cuGetErrorName(Code code, const char** name) {
                                                     {100, "CUDA_ERROR_NO_DEVICE"},
                                                     {101, "CUDA_ERROR_INVALID_DEVICE"},
                                                     {201, "CUDA_ERROR_INVALID_CONTEXT"},
+                                                    {209, "CUDA_ERROR_NO_BINARY_FOR_GPU"},
                                                     {400, "CUDA_ERROR_INVALID_HANDLE"},
                                                     {401, "CUDA_ERROR_ILLEGAL_STATE"},
                                                     {600, "CUDA_ERROR_NOT_READY"},
@@ -522,8 +547,8 @@ ENTRY Code cuDeviceGetAttribute(int* value, int attribute, cu::Device) {
   BEGIN("cuDeviceGetAttribute");
   static const std::map<int, int> values = {{cu::kAttributeSmCount, static_cast<int>(kSms)},
                                             {cu::kAttributeUnifiedAddressing, 1},
-                                            {cu::kAttributeCapabilityMajor, 9},
-                                            {cu::kAttributeCapabilityMinor, 0},
+                                            {cu::kAttributeCapabilityMajor, kCapability / 10},
+                                            {cu::kAttributeCapabilityMinor, kCapability % 10},
                                             {cu::kAttributeMemoryPools, number("FAKE_NO_POOLS", 0) ? 0 : 1},
                                             {cu::kAttributeMps, 0}};
   auto found = values.find(attribute);
@@ -1045,11 +1070,90 @@ ENTRY Code cuGraphLaunch(cu::GraphExec handle, cu::Stream stream_handle) {
 }
 ENTRY Code cuGraphDestroy(cu::Graph handle) {
   BEGIN("cuGraphDestroy");
-  return graphs.erase(reinterpret_cast<Graph*>(handle)) ? cu::kSuccess : cu::kInvalidValue;
+  auto* graph = reinterpret_cast<Graph*>(handle);
+  if (graphs.erase(graph) == 0) return cu::kInvalidValue;
+  delete graph;
+  return cu::kSuccess;
 }
 ENTRY Code cuGraphExecDestroy(cu::GraphExec handle) {
   BEGIN("cuGraphExecDestroy");
-  return execs.erase(reinterpret_cast<Exec*>(handle)) ? cu::kSuccess : cu::kInvalidValue;
+  auto* exec = reinterpret_cast<Exec*>(handle);
+  if (execs.erase(exec) == 0) return cu::kInvalidValue;
+  delete exec;
+  return cu::kSuccess;
+}
+
+// ---- kernels
+
+ENTRY Code cuModuleLoadData(cu::Module* out, const void* image) {
+  BEGIN("cuModuleLoadData");
+  NEEDS_CONTEXT();
+  if (Code code = check_unsafe()) return code;
+  const auto* bytes = static_cast<const unsigned char*>(image);
+  bool fatbin = bytes[0] == 0x50 && bytes[1] == 0xED && bytes[2] == 0x55 && bytes[3] == 0xBA;
+  if (!fatbin && std::memcmp(bytes,
+                             "\x7F"
+                             "ELF",
+                             4) != 0)
+    return cu::kInvalidValue;
+  auto made = std::make_shared<Module>();
+  modules[made.get()] = made;
+  *out = reinterpret_cast<cu::Module>(made.get());
+  return cu::kSuccess;
+}
+ENTRY Code cuModuleUnload(cu::Module handle) {
+  BEGIN("cuModuleUnload");
+  NEEDS_CONTEXT();
+  if (Code code = check_unsafe()) return code;
+  auto found = modules.find(handle);
+  if (found == modules.end()) return cu::kInvalidHandle;
+  if (found->second->pending != 0) wrong.push_back("a module unloaded with work in flight, or in a graph");
+  std::erase_if(functions, [&](auto& item) { return item.second->module == found->second; });
+  modules.erase(found);
+  return cu::kSuccess;
+}
+ENTRY Code cuModuleGetFunction(cu::Function* out, cu::Module handle, const char* name) {
+  BEGIN("cuModuleGetFunction");
+  NEEDS_CONTEXT();
+  auto found = modules.find(handle);
+  if (found == modules.end()) return cu::kInvalidHandle;
+  auto made = std::make_unique<Function>(Function{name, found->second});
+  *out = reinterpret_cast<cu::Function>(made.get());
+  functions[made.get()] = std::move(made);
+  return cu::kSuccess;
+}
+ENTRY Code cuFuncSetAttribute(cu::Function handle, int, int) {
+  BEGIN("cuFuncSetAttribute");
+  NEEDS_CONTEXT();
+  return functions.contains(handle) ? cu::kSuccess : cu::kInvalidHandle;
+}
+ENTRY Code cuLaunchKernel(cu::Function handle, unsigned x, unsigned y, unsigned z, unsigned, unsigned,
+                          unsigned, unsigned, cu::Stream stream_handle, void** arguments, void**) {
+  BEGIN("cuLaunchKernel");
+  NEEDS_CONTEXT();
+  STREAM(stream, stream_handle);
+  auto found = functions.find(handle);
+  if (found == functions.end()) return cu::kInvalidHandle;
+  if (x == 0 || y == 0 || z == 0) return cu::kInvalidValue;
+  const Function& function = *found->second;
+  auto kernel = kernels.find(function.name);
+  if (kernel == kernels.end()) kernel = kernels.find("");
+  std::function<void()> work;
+  if (kernel != kernels.end()) {
+    std::vector<uint64_t> values;
+    for (size_t i = 0; i < kernel->second.signature.size(); ++i) {
+      uint64_t value = 0;
+      std::memcpy(&value, arguments[i], kernel->second.signature[i] == 'i' ? 4 : 8);
+      values.push_back(value);
+    }
+    work = [run = kernel->second.run, name = function.name, values] { run(name.c_str(), values.data()); };
+  }
+  // Alive for as long as the work is: in a queue, or in a graph.
+  ++function.module->pending;
+  std::shared_ptr<Module> held(function.module.get(),
+                               [module = function.module](Module*) { --module->pending; });
+  if (!work) return submit(stream, lock, [held] {});
+  return submit(stream, lock, nullptr, [held, work] { work(); });
 }
 
 // ---- green contexts

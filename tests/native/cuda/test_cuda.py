@@ -107,6 +107,24 @@ def test_graphs_on_the_fake_device() -> None:
     assert succeeded(run_python(child, environment=environment(fake()), timeout_s=600)) == "done\n"
 
 
+def test_aotinductor_on_the_fake_device() -> None:
+    """DE1, DE5, SY4, LT2, LT3, LT4, GR1, GR2, OP3: a real CUDA library, with a fault at every call to the driver; what
+    each part shows is in child_aoti.py."""
+    child = "from tests.native.cuda.child_aoti import main; main()"
+    done = run_python(child, environment=environment(fake()), timeout_s=600)
+    # Libraries print the text of their own failures, and nothing else is printed.
+    theirs = ("Error: ", "Failed to ")
+    assert all(line.startswith(theirs) for line in done.stderr.splitlines()), done.stderr[-3000:]
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-3000:]
+
+
+def test_a_library_for_another_gpu_is_refused_by_name() -> None:
+    """DE5."""
+    child = "from tests.native.cuda.child_aoti import refuse_another_architecture as main; main()"
+    variables = environment(fake(), FAKE_CAPABILITY="100")
+    assert succeeded(run_python(child, environment=variables)) == "done\n"
+
+
 MISSING = {
     "no driver": (None, {}, ("an NVIDIA driver", "none", "libcuda.so.1", "device='sim'")),
     "not a driver": (("NO_DRIVER",), {}, ("a libcuda.so.1 that is none", "ldconfig")),

@@ -94,6 +94,11 @@ SAME_FUNCTION(GraphUpload, cuGraphUpload);
 SAME_FUNCTION(GraphLaunch, cuGraphLaunch);
 SAME_FUNCTION(GraphDestroy, cuGraphDestroy);
 SAME_FUNCTION(GraphExecDestroy, cuGraphExecDestroy);
+SAME_FUNCTION(ModuleLoadData, cuModuleLoadData);
+SAME_FUNCTION(ModuleUnload, cuModuleUnload);
+SAME_FUNCTION(ModuleGetFunction, cuModuleGetFunction);
+SAME_FUNCTION(FuncSetAttribute, cuFuncSetAttribute);
+SAME_FUNCTION(LaunchKernel, cuLaunchKernel);
 SAME_FUNCTION(StreamGetCtxBoth, cuStreamGetCtx_v2);
 SAME_FUNCTION(StreamGetDevice, cuStreamGetDevice);
 SAME_FUNCTION(DeviceGetDevResource, cuDeviceGetDevResource);
@@ -106,7 +111,7 @@ SAME_FUNCTION(GreenCtxStreamCreate, cuGreenCtxStreamCreate);
 
 // Every entry of the table is compared above.
 #define ONE(name, symbol, arguments) +1
-static_assert(0 HEADRACE_DRIVER_REQUIRED(ONE) HEADRACE_DRIVER_OPTIONAL(ONE) == 60,
+static_assert(0 HEADRACE_DRIVER_REQUIRED(ONE) HEADRACE_DRIVER_OPTIONAL(ONE) == 65,
               "an entry is not compared here");
 
 static_assert(sizeof(cu::PoolProperties) == sizeof(CUmemPoolProps));
@@ -131,6 +136,7 @@ NUMBER(kDeinitialized, CUDA_ERROR_DEINITIALIZED);
 NUMBER(kNoDevice, CUDA_ERROR_NO_DEVICE);
 NUMBER(kInvalidDevice, CUDA_ERROR_INVALID_DEVICE);
 NUMBER(kInvalidContext, CUDA_ERROR_INVALID_CONTEXT);
+NUMBER(kNoBinaryForGpu, CUDA_ERROR_NO_BINARY_FOR_GPU);
 NUMBER(kInvalidHandle, CUDA_ERROR_INVALID_HANDLE);
 NUMBER(kIllegalState, CUDA_ERROR_ILLEGAL_STATE);
 NUMBER(kNotReady, CUDA_ERROR_NOT_READY);
@@ -158,6 +164,8 @@ NUMBER(kAttributeCapabilityMinor, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
 NUMBER(kAttributeMemoryPools, CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED);
 NUMBER(kAttributeMps, CU_DEVICE_ATTRIBUTE_MPS_ENABLED);
 NUMBER(kPointerMemoryType, CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
+NUMBER(kPointerDevice, CU_POINTER_ATTRIBUTE_DEVICE_POINTER);
+NUMBER(kPointerHost, CU_POINTER_ATTRIBUTE_HOST_POINTER);
 NUMBER(kPointerIsManaged, CU_POINTER_ATTRIBUTE_IS_MANAGED);
 NUMBER(kPointerDeviceOrdinal, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
 NUMBER(kPointerRangeStart, CU_POINTER_ATTRIBUTE_RANGE_START_ADDR);
