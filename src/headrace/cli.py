@@ -30,11 +30,11 @@ import headrace
 
 from . import aoti, bench, doctor, pte
 from .audit import command as audit
-from .audit import fatbin
 from .device import device as open_device
 from .errors import HeadraceError, InputError, OptionError
 from .ordering import record
 from .program import Method, ValueInfo
+from .pte import fatbin
 
 __all__ = ["main"]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.audit.fatbin import GpuCode, embedded, read, unpack_lz4
+from headrace.pte.fatbin import GpuCode, embedded, read, unpack_lz4
 from tests.audit.wheel_forge import Entry, cubin, fatbin
 
 FATBINS = Path(__file__).parent / "fatbins"

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import IO, Any, Final, cast
 
-from headrace.audit import fatbin
-from headrace.audit.fatbin import GpuCode
+from headrace.pte import fatbin
+from headrace.pte.fatbin import GpuCode
 from headrace.errors import AuditError
 
 __all__ = ["ELF_MAGIC", "Import", "Library", "Quest", "read"]

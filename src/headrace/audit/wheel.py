@@ -26,9 +26,10 @@ from email.parser import BytesParser
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, Protocol
 
-from headrace.audit import elf, fatbin
+from headrace.audit import elf
+from headrace.pte import fatbin
 from headrace.audit.elf import Library, Quest
-from headrace.audit.fatbin import GpuCode
+from headrace.pte.fatbin import GpuCode
 from headrace.audit.policy import Limits, Policy
 from headrace.errors import AuditError
 

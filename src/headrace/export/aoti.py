@@ -26,14 +26,14 @@ from torch.export import ExportedProgram
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 
-from ..errors import ExportError
-from ..pte import INPUTS_SPEC
+from ..errors import ExportError, OptionError
+from ..pte import INPUTS_SPEC, fatbin
 from .inductor import compile_program
-from .payload import CPU, Constant, encode
+from .payload import CPU, CUDA, Constant, encode
 from .shapes import Shapes
-from .target import SHIMS, Target
+from .target import Target
 
-__all__ = ["BACKEND", "DELEGATE", "DEVICE_SPEC", "HOST_SPEC", "METHOD_SPEC", "AotiPartitioner"]
+__all__ = ["BACKEND", "CUDA_SPEC", "DELEGATE", "DEVICE_SPEC", "HOST_SPEC", "METHOD_SPEC", "AotiPartitioner"]
 
 # The delegate's id in the program. The exporter looks a backend up by the name of its class, and stock's
 # CudaBackend may be there too: ours has a name of its own until the program is planned (program.py).
@@ -42,9 +42,12 @@ BACKEND = "HeadraceAoti"
 
 METHOD_SPEC = "method_name"
 DEVICE_SPEC = "target_device"
-# JSON: version, march, symbols, outputs; see docs/aoti.md.
+# JSON: version, march, symbols, outputs, and for a GPU the code that its kernels are there as; see docs/aoti.md.
 HOST_SPEC = "headrace_host"
-HOST_SPEC_VERSION = 1
+CUDA_SPEC = "headrace_cuda"
+SPEC_VERSION = 1
+# For the compilation, which writes one of the two in its place.
+TARGET_SPEC = "headrace_target"
 # Of named data, in bytes: what vector loads and AOTInductor's own allocations keep to.
 ALIGNMENT = 64
 
@@ -66,6 +69,11 @@ class AotiPartitioner(Partitioner):  # type: ignore[misc]
         data_file: str | None = None,
     ) -> None:
         super().__init__()
+        if target.kind == "cuda" and device is None:
+            raise OptionError(
+                f"device: expected 'cuda:0' with target {target.text}, got None; the arguments of GPU code lie on the "
+                "GPU"
+            )
         self.target = target
         self.method = method
         self.device = device
@@ -102,9 +110,8 @@ class AotiPartitioner(Partitioner):  # type: ignore[misc]
         specs = [CompileSpec(METHOD_SPEC, self.method.encode())]
         if self.device is not None:
             specs.append(CompileSpec(DEVICE_SPEC, self.device.encode()))
-        # For the compilation, which writes what the run time reads in its place.
-        asked = {"march": self.target.march, "data_file": self.data_file}
-        specs.append(CompileSpec(HOST_SPEC, json.dumps(asked).encode()))
+        asked = {"target": self.target.text, "data_file": self.data_file}
+        specs.append(CompileSpec(TARGET_SPEC, json.dumps(asked).encode()))
         return specs
 
 
@@ -126,11 +133,14 @@ def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) 
     """
     specs = {spec.key: spec.value for spec in compile_specs}
     method = specs[METHOD_SPEC].decode()
-    asked = json.loads(specs[HOST_SPEC])
-    target = Target(march=asked["march"])
+    asked = json.loads(specs[TARGET_SPEC])
+    target = Target.parse(asked["target"])
+    on_gpu = target.kind == "cuda"
 
     inputs = _inputs(method, edge_program)
-    host = {"version": HOST_SPEC_VERSION, "march": target.march, **_shapes(method, edge_program, inputs)}
+    said = {"version": SPEC_VERSION, "march": target.march, **_shapes(method, edge_program, inputs)}
+    if on_gpu:
+        said["code"] = list(target.code)
     weights = {**edge_program.state_dict, **edge_program.constants}
     compiled = compile_program(method, edge_program, target)
 
@@ -138,8 +148,8 @@ def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) 
     library_key = hashlib.sha256(compiled.library).hexdigest() + "_so_blob"
     store.add_named_data(library_key, compiled.library, alignment=ALIGNMENT)
     entries = []
-    for fqn, (tensor, properties) in compiled.constants.items():
-        storage = _storage(tensor)
+    for fqn, constant in compiled.constants.items():
+        storage = _storage(constant.tensor)
         # By content: what several islands or methods share is there once, and no two that differ collide.
         key = hashlib.sha256(storage).hexdigest() + "_weight"
         store.add_named_data(key, storage, alignment=ALIGNMENT, external_tag=asked["data_file"])
@@ -147,21 +157,23 @@ def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) 
             fqn=fqn,
             storage_key=key,
             nbytes=len(storage),
-            dtype=int(scalar_type_enum(tensor.dtype)),
-            device=CPU,
-            offset=int(properties.offset),
-            sizes=tuple(int(s) for s in properties.shape),
-            strides=tuple(int(s) for s in properties.stride),
+            dtype=int(scalar_type_enum(constant.tensor.dtype)),
+            device=CUDA if on_gpu else CPU,
+            offset=constant.offset,
+            sizes=constant.shape,
+            strides=constant.stride,
         )
         entries.append(entry)
         if fqn in weights:
             _check_value(method, entry, storage, weights[fqn])
-    _check_source(method, compiled.source, entries)
-    _check_symbols(method, compiled.library)
+    _check_source(method, compiled.source, entries, target)
+    _check_symbols(method, compiled.library, target)
+    if on_gpu:
+        _check_code(method, compiled.library, compiled.source, target)
 
-    compile_specs[:] = [spec for spec in compile_specs if spec.key != HOST_SPEC]
+    compile_specs[:] = [spec for spec in compile_specs if spec.key != TARGET_SPEC]
     compile_specs.append(CompileSpec(INPUTS_SPEC, str(len(inputs)).encode()))
-    compile_specs.append(CompileSpec(HOST_SPEC, json.dumps(host).encode()))
+    compile_specs.append(CompileSpec(CUDA_SPEC if on_gpu else HOST_SPEC, json.dumps(said).encode()))
     return PreprocessResult(
         processed_bytes=encode(library_key, entries),
         debug_handle_map={},
@@ -241,8 +253,9 @@ def _plain(tensor: torch.Tensor) -> bytes:
     return data
 
 
-def _check_source(method: str, source: str, entries: list[Constant]) -> None:
-    """The library's own list of constants: these names in this order, every one on the host."""
+def _check_source(method: str, source: str, entries: list[Constant], target: Target) -> None:
+    """The library's own list of constants: these names in this order, every one where the target has it. On another
+    device the library would read an address of nothing, and say nothing."""
     names = re.findall(r'constants_info_\[\d+\]\.original_fqn = "(.*?)";', source)
     devices = re.findall(r"constants_info_\[\d+\]\.device_type = (\w+);", source)
     if names != [e.fqn for e in entries]:
@@ -250,16 +263,18 @@ def _check_source(method: str, source: str, entries: list[Constant]) -> None:
             f"{method}: expected the library's constants to be {[e.fqn for e in entries]}, got {names}; "
             "report this with the model"
         )
+    wanted, word = ("cuda", "on the GPU") if target.kind == "cuda" else ("cpu", "on the host")
     for fqn, device in zip(names, devices, strict=True):
-        if device != "cached_torch_device_type_cpu":
+        if device != f"cached_torch_device_type_{wanted}":
             raise ExportError(
-                f"{method}, constant {fqn}: expected it on the host, got {device}; report this with the model",
+                f"{method}, constant {fqn}: expected it {word}, got {device}; report this with the model",
                 node=fqn,
             )
 
 
-def _check_symbols(method: str, library: bytes) -> None:
-    """Whatever the library leaves undefined is a versioned symbol of the system's libraries, or a shim."""
+def _check_symbols(method: str, library: bytes, target: Target) -> None:
+    """Whatever the library leaves undefined is a versioned symbol of the system's libraries, or one that the run
+    time answers."""
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         file.write(library)
         file.flush()
@@ -270,10 +285,26 @@ def _check_symbols(method: str, library: bytes) -> None:
     if not undefined:
         raise ExportError(f"{method}: expected a library with undefined symbols, got none; report this")
     unknown = sorted(
-        name for kind, name in undefined if kind == "U" and "@" not in name and name not in SHIMS
+        name for kind, name in undefined if kind == "U" and "@" not in name and name not in target.symbols
     )
     if unknown:
         raise ExportError(
             f"{method}: expected symbols that the run time answers, got {', '.join(unknown)}; leave the operators "
             "that need them to another delegate"
+        )
+
+
+def _check_code(method: str, library: bytes, source: str, target: Target) -> None:
+    """Each kernel that the wrapper loads is there for each architecture, and no other code is."""
+    kernels = set(re.findall(r"loadKernel\(__(\w+)_start\b", source))
+    found = [
+        sorted(c.arch for c in fatbin.read(container).code)
+        for container in fatbin.embedded(memoryview(library))
+    ]
+    # Kernels of the same code share what is compiled of it, and may be there once each all the same.
+    wrong = [archs for archs in found if archs != sorted(target.code)]
+    if wrong or bool(kernels) != bool(found) or len(found) > len(kernels):
+        raise ExportError(
+            f"{method}: expected the code of {len(kernels)} kernels for {', '.join(target.code)}, got "
+            f"{len(found)}{': ' + ', '.join(wrong[0]) if wrong else ''}; report this with the model"
         )

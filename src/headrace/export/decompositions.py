@@ -1,8 +1,10 @@
-"""What Inductor's C++ backend has no code of its own for, written with what it has.
+"""What Inductor has no code of its own for, written with what it has.
 
-Inductor answers matrix products, convolutions and attention on the CPU by calling libtorch, or by templates that
+On the CPU Inductor answers matrix products, convolutions and attention by calling libtorch, or by templates that
 take constant weights of static shape alone, which they pack into a copy. Here they are sums of products, which
 become fused loops: any shape and layout, weights as they are in the state dict, and every sum in float32 at least.
+
+For a GPU it has Triton templates for most products and convolutions; what these do not take is written as above.
 """
 
 from __future__ import annotations
@@ -17,24 +19,40 @@ from torch import Tensor
 __all__ = ["decompositions"]
 
 aten = torch.ops.aten
+# What Triton's templates for products and convolutions take.
+TEMPLATES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """A decomposition for each operator, for ``ExportedProgram.run_decompositions``."""
+def decompositions(kind: str) -> dict[Any, Callable[..., Any]]:
+    """A decomposition for each operator, for ``ExportedProgram.run_decompositions``; ``kind`` is the target's,
+    ``host`` or ``cuda``."""
     table: dict[Any, Callable[..., Any]] = torch.export.default_decompositions()
     table.update(_views())
-    table.update(
-        {
-            aten.mm.default: mm,
-            aten.bmm.default: bmm,
-            aten.addmm.default: addmm,
-            aten.baddbmm.default: baddbmm,
-            aten.linear.default: linear,
-            aten.convolution.default: convolution,
-            aten.scaled_dot_product_attention.default: attention,
-            aten.cumsum.default: cumsum,
-        }
-    )
+    if kind == "cuda":
+        table.update(
+            {
+                aten.mm.default: _unless_template(mm),
+                aten.bmm.default: _unless_template(bmm),
+                aten.addmm.default: _unless_template(addmm),
+                aten.baddbmm.default: _unless_template(baddbmm),
+                aten.convolution.default: convolution_for_gpu,
+                aten.scaled_dot_product_attention.default: attention_for_gpu,
+                aten.topk.default: topk,
+            }
+        )
+    else:
+        table.update(
+            {
+                aten.mm.default: mm,
+                aten.bmm.default: bmm,
+                aten.addmm.default: addmm,
+                aten.baddbmm.default: baddbmm,
+                aten.linear.default: linear,
+                aten.convolution.default: convolution,
+                aten.scaled_dot_product_attention.default: attention,
+                aten.cumsum.default: cumsum,
+            }
+        )
     return table
 
 
@@ -126,13 +144,47 @@ def attention(
 ) -> Tensor:
     """softmax(query @ key.T * scale + mask) @ value. A row whose mask is all False gives zeros, as PyTorch's
     own kernels do."""
+    return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _product)
+
+
+def attention_for_gpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The same by Triton's template, in float32."""
+    return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _wide_matmul)
+
+
+def _wide_matmul(a: Tensor, b: Tensor) -> Tensor:
+    wide = _wide(a.dtype)
+    return torch.matmul(a.to(wide), b.to(wide))
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    product: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
     if dropout_p != 0.0:
         raise ValueError("attention with dropout has no result to compare; export the model in eval mode")
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = _product(query, key.transpose(-1, -2)) * scale
+    scores = product(query, key.transpose(-1, -2)) * scale
     if is_causal:
         rows = torch.arange(query.shape[-2], device=query.device).unsqueeze(-1)
         columns = torch.arange(key.shape[-2], device=query.device)
@@ -148,7 +200,45 @@ def attention(
     weights = torch.exp(scores - greatest)
     total = weights.sum(dim=-1, keepdim=True)
     weights = weights / torch.where(total == 0, torch.ones_like(total), total)
-    return _product(weights, value.to(weights.dtype)).to(query.dtype)
+    return product(weights, value.to(weights.dtype)).to(query.dtype)
+
+
+def _unless_template(function: Callable[..., Tensor]) -> Callable[..., Any]:
+    """``function`` for dtypes that Triton's templates do not take; otherwise the operator stays as it is."""
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if args[0].dtype in TEMPLATES else function(*args, **kwargs)
+
+    return decomposed
+
+
+def topk(
+    x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The first k of the sorted: Inductor sorts short rows by a kernel of its own."""
+    if x.dim() == 0:
+        return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
+    values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
+    return values.narrow(dim, 0, k).clone(), indices.narrow(dim, 0, k).clone()
+
+
+def convolution_for_gpu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Any:
+    """By Triton's template, which takes direct convolutions in two and three dimensions without dilation."""
+    n = weight.dim() - 2
+    direct = not transposed and all(d == 1 for d in dilation) and not any(output_padding)
+    if n in (2, 3) and direct and x.dim() == n + 2 and x.dtype in TEMPLATES:
+        return NotImplemented
+    return convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
 
 
 def convolution(

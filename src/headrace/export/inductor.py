@@ -1,8 +1,11 @@
-"""One compilation by AOTInductor: code for the host that needs no libtorch. Imports torch."""
+"""One compilation by AOTInductor: code that needs no libtorch, for the host or for a GPU. Imports torch."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +14,7 @@ from typing import Any
 
 import torch
 import torch._inductor
+from torch._inductor import codecache, cpp_builder
 from torch._inductor.codecache import AotCodeCompiler
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 from torch._inductor.scheduler import Scheduler
@@ -18,24 +22,35 @@ from torch.export import ExportedProgram
 
 from ..errors import ExportError
 from . import vector_math
+from .child import in_child
 from .decompositions import decompositions
 from .node import described
 from .target import Target
 
-__all__ = ["Compiled", "compile_program"]
+__all__ = ["Compiled", "Constant", "compile_program"]
 
 # Inductor's functions are wrapped for the length of a compilation.
 _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
+class Constant:
+    """A constant as the library sees it: ``shape``, ``stride`` and ``offset``, in elements, into the storage of
+    ``tensor``, which is in host memory."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
 class Compiled:
-    """``library`` is a shared object. ``constants`` gives for each name the tensor and Inductor's record of the
-    view into it (``shape``, ``stride``, ``offset``), in the library's order. ``source`` is the C++ of its
-    wrapper."""
+    """``library`` is a shared object. ``constants`` has those that it lists, in its order, by the model's names for
+    them. ``source`` is the C++ of its wrapper."""
 
     library: bytes
-    constants: Mapping[str, Any]
+    constants: Mapping[str, Constant]
     source: str
 
 
@@ -44,15 +59,60 @@ def compile_program(method: str, program: ExportedProgram, target: Target) -> Co
 
     Raises ExportError where an operator would call libtorch, naming all of them, or where Inductor fails.
     """
-    program = program.run_decompositions(decompositions())
+    program = program.run_decompositions(decompositions(target.kind))
+    with _one_at_a_time:
+        if target.kind == "host":
+            library, weights, source = _compile(method, program, target)
+            constants = {name: Constant(t, *_view(p)) for name, (t, p) in weights.items()}
+            return Compiled(library, constants, source)
+        return _compile_for_gpu(method, program, target)
+
+
+def _compile_for_gpu(method: str, program: ExportedProgram, target: Target) -> Compiled:
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ExportError(
+            f"{method}, target {target.text}: expected Triton, which compiles for GPUs, got no module "
+            f"{error.name!r}; pip install triton (docs/export.md)"
+        ) from error
+    from . import cuda
+
+    values = {**program.state_dict, **program.constants}
+    constants = cuda.Constants({n: v for n, v in values.items() if isinstance(v, torch.Tensor)})
+
+    def compile_there() -> tuple[bytes, list[Any], str]:
+        cuda.pretend(target, constants, Path(folder))
+        library, weights, source = _compile(method, cuda.on_gpu(program, constants), target)
+        # Values stay where they are; the parent has them under the same names.
+        found = [(n, constants.name(n, fake), *_view(p)) for n, (fake, p) in weights.items()]
+        return library, found, source
+
+    with tempfile.TemporaryDirectory() as folder:
+        library, found, source = in_child(f"{method}, target {target.text}", compile_there)
+    listed = {n: Constant(constants.by_name[of], *view) for n, of, *view in found}
+    return Compiled(library, listed, source)
+
+
+def _view(properties: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and offset of Inductor's record of a constant."""
+    shape, stride = (tuple(int(n) for n in sizes) for sizes in (properties.shape, properties.stride))
+    return shape, stride, int(properties.offset)
+
+
+def _compile(
+    method: str, program: ExportedProgram, target: Target
+) -> tuple[bytes, Mapping[str, tuple[torch.Tensor, Any]], str]:
+    """The library, its constants with Inductor's record of each, and the wrapper's source."""
     wanted = set(program.graph_signature.user_inputs)
     inputs = tuple(n.meta["val"] for n in program.graph.nodes if n.op == "placeholder" and n.name in wanted)
     calls: dict[str, list[torch.fx.Node]] = {}
+    added = vector_math.source(target.vector_bits) if target.kind == "host" else ""
     try:
         with (
-            _one_at_a_time,
             torch.no_grad(),
-            _without_libtorch(calls, vector_math.source(target.vector_bits)),
+            _without_paths(),
+            _without_libtorch(calls, added),
         ):
             files = torch._inductor.aot_compile(program.module(), inputs, options=_options(target))
     except Exception as error:
@@ -72,12 +132,12 @@ def compile_program(method: str, program: ExportedProgram, target: Target) -> Co
     (library,) = (p for p in paths if p.name.endswith(".wrapper.so"))
     (source,) = (p for p in paths if p.name.endswith(".wrapper.cpp"))
     weights = [f for f in files if isinstance(f, Mapping)]
-    return Compiled(library.read_bytes(), weights[0] if weights else {}, source.read_text())
+    return library.read_bytes(), weights[0] if weights else {}, source.read_text()
 
 
 def _options(target: Target) -> dict[str, Any]:
     """Inductor's configuration of one compilation."""
-    return {
+    options = {
         "aot_inductor.link_libtorch": False,
         "aot_inductor.package": True,
         "aot_inductor.package_constants_in_so": False,
@@ -98,6 +158,27 @@ def _options(target: Target) -> dict[str, Any]:
         "cpp.dynamic_threads": True,
         "cpp.fallback_scatter_reduce_sum": False,
     }
+    if target.kind == "cuda":
+        options |= {
+            "aot_inductor.embed_kernel_binary": True,
+            "aot_inductor.emit_multi_arch_kernel": False,
+            # Products and convolutions by Triton's templates, of which the first is taken that fits.
+            "max_autotune_gemm": True,
+            "max_autotune_gemm_backends": "TRITON",
+            "max_autotune_conv_backends": "TRITON",
+            # These would time kernels.
+            "shape_padding": False,
+            "benchmark_fusion": False,
+            "benchmark_epilogue_fusion": False,
+            "triton.autotune_at_compile_time": True,
+            # These would read values of constants.
+            "joint_graph_constant_folding": False,
+            # In this process, where the answers about the GPU are.
+            "compile_threads": 1,
+            # Rounded where eager PyTorch rounds.
+            "emulate_precision_casts": True,
+        }
+    return options
 
 
 def _is_from(error: BaseException | None, kind: type[BaseException]) -> bool:
@@ -109,6 +190,33 @@ def _is_from(error: BaseException | None, kind: type[BaseException]) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
+
+
+@contextlib.contextmanager
+def _without_paths() -> Iterator[None]:
+    """Keep paths of this machine out of the library, so that it is the same wherever it is compiled: those of the
+    sources, which messages name, and those of object files. Inductor has no settings for the compiler's options."""
+    build, headers = cpp_builder.run_compile_cmd, codecache._HEADER_DIR
+    included = str(Path(torch.__file__).parent / "include")
+
+    def run_compile_cmd(command: str, cwd: str) -> None:
+        words = shlex.split(command)
+        options = [f"-ffile-prefix-map={included}=torch"]
+        for word in words:
+            if word.endswith((".cpp", ".h", ".hpp", ".S")) and os.path.isabs(word):
+                options.append(f"-ffile-prefix-map={word}=island{Path(word).suffix}")
+        if "-shared" in words:
+            # Symbols that the loader does not read, names of object files among them.
+            options = ["-s"]
+        build(shlex.join([words[0], *options, *words[1:]]), cwd)
+
+    cpp_builder.run_compile_cmd = run_compile_cmd
+    # Headers that are compiled beforehand, apart from those with the paths in them.
+    codecache._HEADER_DIR = os.path.join(headers, "headrace")
+    try:
+        yield
+    finally:
+        cpp_builder.run_compile_cmd, codecache._HEADER_DIR = build, headers
 
 
 class _CallsLibtorch(Exception):

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 from ..errors import ProgramError
 
-__all__ = ["CPU", "MAGIC", "Constant", "Payload", "decode", "encode"]
+__all__ = ["CPU", "CUDA", "MAGIC", "Constant", "Payload", "decode", "encode"]
 
 MAGIC = b"ETCUDAFQN3"
 CPU = 0
+CUDA = 1
 
 
 @dataclass(frozen=True)

@@ -114,8 +114,8 @@ def _sizes_to_their_users(module: torch.fx.GraphModule) -> PassResult:
 
 
 class _Planning(MemoryPlanningPass):  # type: ignore[misc]
-    """Plans, and afterwards gives islands of AOTInductor the id that the run time knows, and host code the
-    device that it runs on: until here the exporter read from ``target_device`` where to plan."""
+    """Plans, and afterwards gives islands of AOTInductor the id that the run time knows, and the device that their
+    code runs on: until here the exporter read from ``target_device`` where to plan."""
 
     def run(self, graph_module: torch.fx.GraphModule, graph_signature: Any = None) -> Any:
         planned = super().run(graph_module, graph_signature)
@@ -124,7 +124,8 @@ class _Planning(MemoryPlanningPass):  # type: ignore[misc]
                 continue
             module._backend_id = aoti.DELEGATE
             specs = [spec for spec in module.compile_specs if spec.key != aoti.DEVICE_SPEC]
-            module.compile_specs[:] = [*specs, CompileSpec(aoti.DEVICE_SPEC, b"cpu")]
+            runs_on = b"cuda:0" if any(spec.key == aoti.CUDA_SPEC for spec in specs) else b"cpu"
+            module.compile_specs[:] = [*specs, CompileSpec(aoti.DEVICE_SPEC, runs_on)]
         return planned
 
 

@@ -1,4 +1,4 @@
-"""GPU code inside host files: which architectures, SASS or PTX, compressed or not. No CUDA tool is used.
+"""GPU code inside host files: which architectures, SASS or PTX, compressed or not; and written. No CUDA tool is used.
 
 nvcc puts *fat binaries* into the sections ``.nv_fatbin`` and ``__nv_relfatbin`` (the toolkit's header
 ``fatbinary_section.h`` names both). NVIDIA documents neither container nor entry. What is relied on here
@@ -21,11 +21,11 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["FATBIN_SECTIONS", "FatBinaries", "GpuCode", "embedded", "read", "unpack_lz4"]
+__all__ = ["FATBIN_SECTIONS", "FatBinaries", "GpuCode", "embedded", "read", "unpack_lz4", "write"]
 
 FATBIN_SECTIONS: Final = (".nv_fatbin", "__nv_relfatbin", ".nv_relfatbin")
 MAGIC: Final = b"\x50\xed\x55\xba"
@@ -33,6 +33,8 @@ _CONTAINER: Final = struct.Struct("<4sHHQ")
 _ENTRY: Final = struct.Struct("<HHIQIIHHIIIQQQ")
 _KINDS: Final = {1: "ptx", 2: "sass", 8: "ltoir", 16: "sass"}
 _LZ4, _ZSTD, _SPECIFIC, _FAMILY = 0x2000, 0x8000, 0x100000, 0x200000
+# For 64 bits, for Linux.
+_WRITTEN: Final = 0x11
 #: More uncompressed bytes than one entry of any known library; a larger claim is not unpacked.
 _UNPACK_LIMIT: Final = 64 << 20
 
@@ -116,6 +118,42 @@ def embedded(data: memoryview) -> Iterator[memoryview]:
         container = data[start : start + header + nbytes]
         if not read(container).faults:
             yield container
+
+
+def write(machine: Sequence[tuple[str, bytes]], ptx: tuple[str, bytes] | None = None) -> bytes:
+    """A fat binary of machine code (``("sm_90a", an ELF file)``, each for another architecture) and PTX
+    (``("compute_80", text)``), uncompressed: what NVIDIA's ``fatbinary`` writes of the same files with
+    ``--compress=false``, byte for byte.
+
+    Raises ValueError for what is no such file or no such name.
+    """
+    entries = b"".join(_written(name, code) for name, code in [*machine, *([ptx] if ptx else [])])
+    return _CONTAINER.pack(MAGIC, 1, _CONTAINER.size, len(entries)) + entries
+
+
+def _written(name: str, code: bytes) -> bytes:
+    found = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", name)
+    if found is None:
+        raise ValueError(f"fat binary: expected a name such as sm_90a or compute_80, got {name!r}")
+    flags = _WRITTEN | {"": 0, "a": _SPECIFIC, "f": _FAMILY}[found[3]]
+    if found[1] == "sm":
+        if code[:4] != b"\x7fELF" or len(code) < 64:
+            raise ValueError(f"fat binary, {name}: expected an ELF file, got {code[:4]!r}")
+        # Of an ELF file the version is that of its ABI.
+        kind, version, more = 2, (code[8], 1), b""
+    else:
+        stated = re.search(rb"^\s*\.version\s+(\d+)\.(\d+)", code, re.MULTILINE)
+        if stated is None:
+            raise ValueError(f"fat binary, {name}: expected PTX with a .version, got {code[:32]!r}")
+        # Where options for the assembler would be, in the header: none.
+        kind, version, more = 1, (int(stated[2]), int(stated[1])), struct.pack("<QQ", 72, 0)
+        code += b"\0"
+    padded = code + bytes(-len(code) % 8)
+    header = _ENTRY.size + len(more)
+    entry = _ENTRY.pack(
+        kind, 0x101, header, len(padded), 0, 64 if more else 0, *version, int(found[2]), 0, 0, flags, 0, 0
+    )
+    return entry + more + padded
 
 
 class _Malformed(Exception):
