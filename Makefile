@@ -8,7 +8,7 @@ NATIVE := $(shell find native cmake CMakeLists.txt pyproject.toml -type f)
 environment = $(1)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-seeds test-sanitize check format bench wheel fuzz fuzz-native audit-public test-cuda clean
+.PHONY: demo test test-seeds test-sanitize check format bench wheel fuzz fuzz-native audit-public export-cuda test-cuda clean
 
 demo: .venv/ready ## set up, then classify handwritten digits
 	$(RUN) -m examples.digits.demo
@@ -58,6 +58,9 @@ fuzz-native: ## the same cases through the C++ interface, in the build of test-s
 
 audit-public: .venv-dev/ready ## audit the public wheels of docs/audit.md; downloads about 0.9 GB
 	$(DEV) -m tests.audit.public_wheels build/public-wheels --check
+
+export-cuda: .venv-dev/ready .venv-export/ready ## the programs that test-cuda runs, into build/programs; needs no GPU; minutes
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -c 'from tests.programs import CUDA; print(CUDA.ensure())'
 
 test-cuda: .venv-dev/ready ## the tests that need a GPU; skipping one is a failure
 	HEADRACE_REQUIRE_CUDA=1 $(DEV) -m pytest -m cuda tests

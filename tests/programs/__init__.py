@@ -7,7 +7,7 @@ PyTorch answers. Both need torch; this module does not, so the tests that run pr
     program = programs.load("mlp_portable")
     for call in program.calls: ...           # method, inputs, outputs as the exporter's process saw them
 
-``programs.AOTI`` holds those of AOTInductor: ``programs.AOTI.load("mlp")``.
+``programs.AOTI`` holds those of AOTInductor: ``programs.AOTI.load("mlp")``. ``programs.CUDA`` holds them for a GPU.
 
 A folder's name is a hash over the sources here and the pinned versions, so a stale export is never
 mistaken for a current one.
@@ -24,8 +24,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AOTI",
+    "CUDA",
+    "CUDA_FEW",
+    "CUDA_PINS",
     "PINS",
     "STOCK",
     "Call",
@@ -54,6 +57,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 # What the exported bytes depend on beside the sources; export.py refuses other versions.
 PINS = {"torch": "2.13.0", "executorch": "1.5.1", "torchao": "0.18.0"}
+CUDA_PINS = {**PINS, "triton": "3.9.0"}
 
 
 @dataclass(frozen=True)
@@ -124,15 +128,17 @@ class Program:
 @dataclass(frozen=True)
 class Collection:
     """A set of programs that one script exports: ``python -m MODULE ARGUMENTS``. ``sources`` are the files, beside
-    ``PINS``, that the result depends on."""
+    ``pins``, that the result depends on; ``which`` tells sets of one script apart."""
 
     module: str
     sources: tuple[Path, ...]
     arguments: Callable[[], list[str]] = list
+    which: str = ""
+    pins: Mapping[str, str] = field(default_factory=lambda: PINS)
 
     def folder(self) -> Path:
         """Where the export of exactly these sources lies, or will lie."""
-        digest = hashlib.sha256(json.dumps(PINS, sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps(dict(self.pins), sort_keys=True).encode() + self.which.encode())
         for source in self.sources:
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
         return ROOT / "build" / "programs" / digest.hexdigest()[:16]
@@ -150,7 +156,10 @@ class Collection:
                 return there
             python = export_python()
             done = subprocess.run(
-                [python, "-m", self.module, *self.arguments()], cwd=ROOT, capture_output=True, text=True
+                [python, "-m", self.module, *([self.which] if self.which else []), *self.arguments()],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
             )
             if done.returncode:
                 raise RuntimeError(
@@ -196,6 +205,16 @@ AOTI = Collection(
     ),
     package_folders,
 )
+
+_CUDA_SOURCES = (
+    *(HERE / f"{name}.py" for name in ("aoti", "cuda_models", "delegates", "export", "export_aoti")),
+    *(HERE / f"{name}.py" for name in ("export_cuda", "graph")),
+    *sorted((ROOT / "src" / "headrace" / "export").glob("*.py")),
+    ROOT / "src" / "headrace" / "pte" / "fatbin.py",
+)
+# For a GPU: a few whose structure is tested anywhere, and all that tests/cuda runs.
+CUDA_FEW = Collection("tests.programs.export_cuda", _CUDA_SOURCES, package_folders, "few", CUDA_PINS)
+CUDA = Collection("tests.programs.export_cuda", _CUDA_SOURCES, package_folders, "all", CUDA_PINS)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ __all__ = ["export", "record", "view"]
 DELEGATES = [delegate(name) for name in ("TestA", "TestB", "NotThere")]
 
 
-def check_versions() -> None:
-    for package, wanted in PINS.items():
+def check_versions(pins: Mapping[str, str] = PINS) -> None:
+    for package, wanted in pins.items():
         found = importlib.metadata.version(package).partition("+")[0]
         if found != wanted:
             raise SystemExit(

@@ -4,7 +4,8 @@
 
     python -m tests.unit.export_child FOLDER PACKAGE…
 
-Prints a JSON object: for each case "" or what went wrong. Compiles no model; AOTI of tests.programs is exported before.
+Prints a JSON object: for each case "" or what went wrong. What tests.programs exports is there before; what is compiled
+here is small.
 """
 
 from __future__ import annotations
@@ -279,8 +280,8 @@ def options_are_checked(folder: Path) -> None:
     good, x = module(lambda self, x: x + 1), torch.randn(2)
     state = module(lambda self, x: self.count.add_(1) + x, count=torch.zeros(2))
     for kind, text, model, inputs, options in (
-        ("NotSupported", "got a GPU", good, (x,), {"target": "cuda:sm_90"}),
-        ("OptionError", "'host' or 'host:LEVEL'", good, (x,), {"target": "tpu"}),
+        ("OptionError", "the arguments of GPU code lie on the GPU", good, (x,), {"target": "cuda:sm_90", "device": None}),
+        ("OptionError", "'host', 'host:LEVEL' or 'cuda:ARCHITECTURE'", good, (x,), {"target": "tpu"}),
         ("OptionError", "x86-64-v3", good, (x,), {"target": "host:i686"}),
         ("OptionError", "'inside' or 'beside'", good, (x,), {"weights": "away"}),
         ("OptionError", "expected a device", good, (x,), {"device": None, "resident": True}),
@@ -316,6 +317,7 @@ def wrong_constants_are_found(folder: Path) -> None:
 
     from headrace.export.aoti import _check_source, _check_value
     from headrace.export.payload import Constant
+    from headrace.export.target import Target
 
     weight = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     storage = weight.t().contiguous().numpy().tobytes()
@@ -335,11 +337,13 @@ def wrong_constants_are_found(folder: Path) -> None:
         "constants_info_[0].device_type = cached_torch_device_type_cpu;\n"
         'constants_info_[0].original_fqn = "w";\n'
     )
-    _check_source("forward", source, [right])
-    caught(lambda: _check_source("forward", source, []), "the library's constants to be")
-    caught(
-        lambda: _check_source("forward", source.replace("_cpu", "_cuda"), [right]), "expected it on the host"
-    )
+    host, gpu = Target(), Target.parse("cuda:sm_90")
+    on_gpu = source.replace("_cpu", "_cuda")
+    _check_source("forward", source, [right], host)
+    _check_source("forward", on_gpu, [right], gpu)
+    caught(lambda: _check_source("forward", source, [], host), "the library's constants to be")
+    caught(lambda: _check_source("forward", on_gpu, [right], host), "expected it on the host")
+    caught(lambda: _check_source("forward", source, [right], gpu), "expected it on the GPU")
 
 
 @case
@@ -347,10 +351,15 @@ def unknown_symbols_are_found(folder: Path) -> None:
     import subprocess
 
     from headrace.export.aoti import _check_symbols
+    from headrace.export.target import Target
 
-    for name, text in (
-        ("aoti_torch_empty_strided", ""),
-        ("aoti_torch_cpu_convolution", "aoti_torch_cpu_convolution"),
+    host, gpu = Target(), Target.parse("cuda:sm_90")
+    for name, target, text in (
+        ("aoti_torch_empty_strided", host, ""),
+        ("aoti_torch_cpu_convolution", host, "aoti_torch_cpu_convolution"),
+        ("cuLaunchKernel", host, "cuLaunchKernel"),
+        ("cuLaunchKernel", gpu, ""),
+        ("cudaGraphLaunch", gpu, "cudaGraphLaunch"),
     ):
         library = folder / f"{name}.so"
         code = f"extern void {name}(void); void run(void) {{ {name}(); }}"
@@ -360,9 +369,9 @@ def unknown_symbols_are_found(folder: Path) -> None:
         data = library.read_bytes()
         library.unlink()
         if text:
-            caught(lambda data=data: _check_symbols("forward", data), text)
+            caught(lambda data=data, target=target: _check_symbols("forward", data, target), text)
         else:
-            _check_symbols("forward", data)
+            _check_symbols("forward", data, target)
 
 
 def exported_constants() -> tuple[Path, Path]:
@@ -466,6 +475,208 @@ def vector_functions_are_those_of_the_c_library(folder: Path) -> None:
         torch.testing.assert_close(out[:done], wanted[:done], rtol=1e-6, atol=1e-6, msg=entry)
         assert not out[done:].any(), entry
     assert vector_math.source(1) == ""
+
+
+# -------------------- for a GPU
+
+
+def exported_to(folder: Path, model: Any, inputs: Any, target: str) -> bytes:
+    """The program, compiled with caches of its own below ``folder``."""
+    import os
+
+    import headrace.export
+
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
+    try:
+        path = folder / "program.pte"
+        headrace.export.export(model, inputs, path=path, target=target)
+        return path.read_bytes()
+    finally:
+        path.unlink(missing_ok=True)
+        if before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+
+
+def process_state() -> dict[str, int]:
+    """Whatever a compilation for a GPU could change in this process, by identity."""
+    import os
+
+    import torch
+    import triton.backends
+    import triton.runtime
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import codecache, config, cpp_builder, graph
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.fx_passes import joint_graph
+    from torch._subclasses import fake_tensor
+    from torch.utils import cpp_extension
+
+    places: dict[str, Any] = {
+        "torch.cuda": vars(torch.cuda),
+        "CudaInterface": vars(CudaInterface),
+        "codecache": vars(codecache),
+        "cpp_builder": vars(cpp_builder),
+        "cpp_extension": vars(cpp_extension),
+        "graph": vars(graph),
+        "GraphLowering": vars(graph.GraphLowering),
+        "PythonWrapperCodegen": vars(PythonWrapperCodegen),
+        "joint_graph": vars(joint_graph),
+        "fake_tensor": vars(fake_tensor),
+        "backends": triton.backends.backends,
+        "driver": vars(triton.runtime.driver),
+    }
+    found = {f"{place}.{name}": id(value) for place, names in places.items() for name, value in names.items()}
+    found |= {f"environ.{name}": hash(value) for name, value in os.environ.items()}
+    return found | {f"config.{name}": hash(repr(value)) for name, value in config.get_config_copy().items()}
+
+
+@case
+def a_compilation_for_a_gpu_leaves_nothing_behind(folder: Path) -> None:
+    """A GPU, then the host, then plain torch; and the same bytes for the host as from a process that knows no GPU."""
+    import torch
+
+    from tests.programs import AOTI, CUDA_FEW
+    from tests.programs.aoti import MODELS
+
+    made = MODELS["mlp"]().methods["forward"]
+    model, inputs = made.module.eval(), tuple(made.calls[0])
+    # Imports, and what is there once it was used, come first.
+    assert not torch.cuda.is_available()
+    refused(folder, module(lambda self, x: torch.fft.rfft(x).real), (torch.randn(8),), target="cuda:sm_90")
+    before = process_state()
+    for_gpu = exported_to(folder, model, inputs, "cuda:sm_90")
+    after = process_state()
+    assert {k for k in before | after if before.get(k) != after.get(k)} == set()
+    assert len(before) > 500
+    for_host = exported_to(folder, model, inputs, "host")
+    assert not torch.cuda.is_available() and not torch.utils._triton.has_triton()
+    try:
+        torch.zeros(1, device="cuda")
+    except (AssertionError, RuntimeError):
+        pass
+    else:
+        raise AssertionError("there is a GPU")
+    close(torch.compile(model, backend="eager")(*inputs), model(*inputs))
+    # Another process, another cache folder, another time: the same bytes.
+    assert for_gpu == (CUDA_FEW.folder() / "mlp.pte").read_bytes()
+    assert for_host == (AOTI.folder() / "mlp.pte").read_bytes()
+
+
+@case
+def operators_for_a_gpu_that_need_libtorch_are_named(folder: Path) -> None:
+    import torch
+
+    def forward(self: Any, x: Any) -> Any:
+        noise = torch.rand_like(torch.relu(x))
+        return torch.fft.rfft(x + noise).abs()
+
+    error = refused(folder, module(forward), (torch.randn(5, 8),), target="cuda:sm_90")
+    assert type(error).__name__ == "ExportError" and error.node, repr(error)
+    message = str(error)
+    assert "aten._fft_r2c.default of float32[5, 8], at " in message, message
+    assert "torch.fft.rfft(x + noise)" in message, message
+
+
+@case
+def without_triton_it_is_named(folder: Path) -> None:
+    import torch
+
+    had = sys.modules["triton"]
+    sys.modules["triton"] = None  # type: ignore[assignment]
+    try:
+        error = refused(
+            folder, module(lambda self, x: x + 1.0), (torch.randn(3),), target="cuda:sm_80+sm_90+ptx"
+        )
+    finally:
+        sys.modules["triton"] = had
+    assert "no module 'triton'; pip install triton" in str(error), repr(error)
+
+
+@case
+def a_child_that_dies_is_an_error(folder: Path) -> None:
+    """Whatever ends it: an exception, a signal, an exit; what it raises as ExportError arrives with its node."""
+    import os
+    import signal
+
+    from headrace.errors import ExportError
+    from headrace.export.child import in_child
+
+    def named() -> None:
+        raise ExportError("m, x: text", node="x")
+
+    assert in_child("m", lambda: {"a": (1, b"2")}) == {"a": (1, b"2")}
+    try:
+        in_child("m", named)
+    except ExportError as error:
+        assert (str(error), error.node) == ("m, x: text", "x")
+    else:
+        raise AssertionError("nothing was raised")
+    caught(lambda: in_child("m", lambda: os.kill(os.getpid(), signal.SIGSEGV)), "got signal SIGSEGV")
+    caught(lambda: in_child("m", lambda: os._exit(7)), "got exit status 7")
+    changed = []
+    in_child("m", lambda: changed.append(1))
+    assert not changed
+
+
+@case
+def constants_for_a_gpu_are_the_models(folder: Path) -> None:
+    """Each weight of the models in the file, by its name, and on the GPU; small ones are in the code."""
+    import torch
+
+    from headrace import pte
+    from headrace.export import payload
+    from tests.programs import CUDA_FEW
+    from tests.programs.aoti import MODELS
+
+    for name in ("mlp", "cnn", "transformer"):
+        path = CUDA_FEW.folder() / f"{name}.pte"
+        raw, file = path.read_bytes(), pte.read(path)
+        model = MODELS[name]().methods["forward"].module
+        wanted = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        at = {d.key: file.segments[d.segment].offset for d in file.named_data}
+        (island,) = file["forward"].islands
+        said = payload.decode(raw[island.payload_offset :][: island.payload_nbytes])
+        for constant in said.constants:
+            assert constant.device == payload.CUDA
+            storage = raw[at[constant.storage_key] :][: constant.nbytes]
+            value = wanted.pop(constant.fqn).detach()
+            flat = torch.frombuffer(bytearray(storage), dtype=value.dtype)
+            assert torch.equal(flat.as_strided(constant.sizes, constant.strides, constant.offset), value)
+        assert said.constants and all(
+            v.dim() < 2 and v.numel() <= 8 for v in wanted.values()
+        ), list(wanted)
+
+
+@case
+def products_and_attention_for_a_gpu(folder: Path) -> None:
+    """What Triton's templates do not take is written out; what they take stays."""
+    import torch
+    import torch.nn.functional as F
+
+    from headrace.export import decompositions as d
+
+    table = d.decompositions("cuda")
+    a, b = torch.randint(9, (5, 7)), torch.randint(9, (7, 4))
+    close(table[torch.ops.aten.mm.default](a, b), a @ b)
+    assert table[torch.ops.aten.mm.default](a.float(), b.float()) is NotImplemented
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    for kind in ({}, {"is_causal": True}, {"attn_mask": torch.rand(6, 5) > 0.5, "scale": 0.3}):
+        wanted = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **kind)
+        close(d.attention_for_gpu(q, k, v, enable_gqa=True, **kind), wanted)
+    x, weight = torch.randn(2, 4, 9, 8), torch.randn(6, 2, 3, 3)
+    args = [2, 1], [1, 0], [1, 1], False, [0, 0], 2
+    assert d.convolution_for_gpu(x, weight, None, *args) is NotImplemented
+    args = [2, 1], [1, 0], [2, 1], False, [0, 0], 2
+    close(
+        d.convolution_for_gpu(x, weight, None, *args), F.conv2d(x, weight, None, [2, 1], [1, 0], [2, 1], 2)
+    )
+    for largest in (True, False):
+        values, indices = d.topk(q, 3, 1, largest)
+        close(values, q.topk(3, 1, largest)[0])
+        close(q.gather(1, indices), values)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import headrace
 from headrace import pte
 from headrace.errors import NotSupported, OptionError, ProgramError
 from headrace.export import Target, payload
-from headrace.export.target import SHIMS
+from headrace.export.target import ARCHITECTURES, SHIMS
+from headrace.pte import fatbin
 from tests import programs
 from tests.conftest import run_python, succeeded
 
@@ -32,6 +34,7 @@ CASES = re.findall(
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each case of export_child.py said, in one process with torch."""
     programs.AOTI.ensure()
+    programs.CUDA_FEW.ensure()
     folder = tmp_path_factory.mktemp("export")
     command = [programs.export_python(), "-m", "tests.unit.export_child", str(folder)]
     done = subprocess.run(
@@ -54,8 +57,8 @@ def test_in_a_process_with_torch(case: str, results: dict[str, str]) -> None:
 class Written:
     """One exported program, its islands of AOTInductor, and the bytes that their payloads name."""
 
-    def __init__(self, name: str) -> None:
-        self.program = programs.AOTI.load(name)
+    def __init__(self, name: str, collection: programs.Collection = programs.AOTI) -> None:
+        self.program = collection.load(name)
         self.file = pte.read(self.program.path)
         raw = self.program.path.read_bytes()
         segments = self.file.segments
@@ -189,6 +192,79 @@ def test_the_exporter_counts_on_shims_that_there_are() -> None:
     assert not hasattr(shims, "aoti_hrace_cpu_convolution")
 
 
+# -------------------- for a GPU, where there is none
+
+
+@pytest.mark.parametrize("name", ("mlp", "cnn", "transformer"))
+def test_an_island_for_a_gpu_says_what_the_run_time_needs(name: str) -> None:
+    """EX2, DE1, DE5: a library under the hash of its bytes, every constant on the GPU and its bytes there, GPU code for
+    the architecture that was asked for and for no other, only symbols that the run time answers."""
+    written = Written(name, programs.CUDA_FEW)
+    ((method, island, said),) = written.islands
+    library = written.inside[said.library_key]
+    assert said.library_key == hashlib.sha256(library).hexdigest() + "_so_blob"
+    assert island.spec("target_device") == b"cuda:0" and island.spec("method_name") == b"forward"
+    assert island.spec("headrace_host") is None
+    cuda = json.loads(island.spec("headrace_cuda") or b"")
+    assert cuda["version"] == 1 and cuda["march"] == "x86-64-v3" and cuda["code"] == ["sm_90a"]
+    assert island.inputs == 1 and cuda["outputs"] == [list(method.outputs[0].shape)]
+    assert {method.values[i].device for i in island.args} == {"cuda:0"}
+    assert said.constants and {c.device for c in said.constants} == {payload.CUDA}
+    for constant in said.constants:
+        assert len(written.inside[constant.storage_key]) == constant.nbytes
+    found = [fatbin.read(c) for c in fatbin.embedded(memoryview(library))]
+    assert len(found) >= 2
+    for binary in found:
+        ((kind, arch, count),) = {(c.kind, c.arch, c.count) for c in binary.code}
+        assert (kind, arch, count) == ("sass", "sm_90a", 1) and not binary.faults
+    assert unversioned(library) <= Target.parse("cuda:sm_90").symbols
+    assert {"cuLaunchKernel", "aoti_torch_empty_strided", "cudaEventRecord"} <= unversioned(library)
+
+
+def test_programs_for_a_gpu_keep_no_path_of_the_machine() -> None:
+    """EX2: neither of the sources, nor of caches, nor of this repository."""
+    for name in ("mlp", "cnn", "transformer"):
+        raw = programs.CUDA_FEW.load(name).path.read_bytes()
+        assert b"torch/csrc/inductor/" in raw
+        for path in (b"/tmp/", b"site-packages", str(programs.ROOT).encode(), b"/inductor/c", b"/root", b"/home"):
+            assert path not in raw, (name, path)
+    raw = programs.AOTI.load("mlp").path.read_bytes()
+    assert b"/tmp/" not in raw and b"site-packages" not in raw and b"torch/csrc/inductor/" in raw
+
+
+def unversioned(library: bytes) -> set[str]:
+    """The undefined symbols of no system library."""
+    with tempfile.NamedTemporaryFile(suffix=".so") as file:
+        file.write(library)
+        file.flush()
+        listed = subprocess.run(
+            ["nm", "--dynamic", "--undefined-only", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {line.split()[-1] for line in listed.splitlines() if line.split()[0] == "U"}
+    return {name for name in found if "@" not in name}
+
+
+def test_the_exporter_and_the_run_time_have_one_list_of_symbols() -> None:
+    """PK3, DE1: the shims are those that the exporter counts on, no more and no fewer, under their changed names."""
+    folder = Path(headrace._core.__file__).parent / "lib"
+    listed = subprocess.run(
+        ["nm", "--dynamic", "--defined-only", str(folder / "libheadrace_shims.so")],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    defined = {line.split()[-1].partition("@")[0] for line in listed.splitlines()}
+    renamed = {
+        re.sub(r"^(aoti_)torch_|^cuda(?=[A-Z])|^cu(?=[A-Z])", _ours, name)
+        for name in Target.parse("cuda:sm_90").symbols
+    }
+    ours = {name for name in defined if re.match(r"aoti_hrace_|hrce[A-Z]|hr[A-Z]", name)}
+    assert renamed - ours == set()
+    assert ours - renamed == set()
+
+
+def _ours(found: re.Match[str]) -> str:
+    return "aoti_hrace_" if found[1] else {"cuda": "hrce", "cu": "hr"}[found[0]]
+
+
 # -------------------- parts that need no torch
 
 
@@ -199,9 +275,31 @@ def test_targets_are_named() -> None:
     for text in ("host:", "host:native", "gpu", ""):
         with pytest.raises(OptionError):
             Target.parse(text)
-    for text in ("cuda", "cuda:sm_90"):
-        with pytest.raises(NotSupported, match="got a GPU"):
+    with pytest.raises(NotSupported, match="'tpu'"):
+        Target(kind="tpu")
+
+
+def test_architectures_are_named() -> None:
+    """EX2: one or several, in any order, and PTX by choice; what is made of each, and what is compiled for."""
+    assert Target.parse("cuda:sm_90").code == ("sm_90a",)
+    assert Target.parse("cuda:sm_86").code == ("sm_86",)
+    both = Target.parse("cuda:sm_90+ptx+sm_80")
+    assert both == Target(kind="cuda", architectures=("sm_80", "sm_90"), ptx=True)
+    assert both.text == "cuda:sm_80+sm_90+ptx" and Target.parse(both.text) == both
+    assert both.code == ("sm_80", "sm_90", "compute_80")
+    assert both.compute.number == 80 and both.compute.block_nbytes == ARCHITECTURES["sm_80"].block_nbytes
+    # What is written for 9.0 alone, 10.0 cannot take.
+    assert Target.parse("cuda:sm_90+sm_100").compute.number == 89
+    assert Target.parse("cuda:sm_80+sm_86").compute.block_nbytes == ARCHITECTURES["sm_86"].block_nbytes
+    for name in ARCHITECTURES:
+        target = Target.parse(f"cuda:{name}")
+        assert Target.parse(target.text) == target and len(target.code) == 1
+    for text in ("cuda", "cuda:", "cuda:ptx", "cuda:sm_90+", "cuda:sm_91", "cuda:sm_90+sm_90", "cuda:90"):
+        with pytest.raises(OptionError):
             Target.parse(text)
+    for options in ({"kind": "cuda"}, {"architectures": ("sm_90",)}, {"ptx": True}):
+        with pytest.raises(OptionError, match="architectures"):
+            Target(**options)
 
 
 def test_without_torch_export_says_what_to_install() -> None:

@@ -164,8 +164,8 @@ def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) 
             strides=constant.stride,
         )
         entries.append(entry)
-        if fqn in weights:
-            _check_value(method, entry, storage, weights[fqn])
+        if constant.origin in weights:
+            _check_value(method, entry, storage, weights[constant.origin])
     _check_source(method, compiled.source, entries, target)
     _check_symbols(method, compiled.library, target)
     if on_gpu:

@@ -39,9 +39,15 @@ class Constants:
     """
 
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
-        self.by_name = {name: _alone(value.detach()) for name, value in values.items()}
+        self.by_name: dict[str, torch.Tensor] = {}
         self._by_storage: dict[int, str] = {}
         self._fakes: dict[int, torch.Tensor] = {}
+        self.add(values)
+
+    def add(self, values: Mapping[str, torch.Tensor]) -> None:
+        """More of them, in place of those of the same names."""
+        alone = {id(value): _alone(value.detach()) for value in values.values()}
+        self.by_name |= {name: alone[id(value)] for name, value in values.items()}
 
     def fake(self, name: str, mode: FakeTensorMode) -> torch.Tensor:
         """The fake tensor on the GPU for ``name``; one for all names of one value."""
@@ -124,6 +130,8 @@ def pretend(target: Target, constants: Constants, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
+    # Tables of source lines hold paths, and the PTX beside the machine code.
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     # Fused multiply-add, as nvcc does by default; Triton warns where it is not said.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     _answers(_properties(target.compute))
@@ -271,7 +279,7 @@ def _triton(architecture: Architecture) -> None:
 def _inductor(target: Target, constants: Constants, folder: Path) -> None:
     """Inductor: kernels compiled and not run, and values of constants only where they are written into code."""
     import triton
-    from torch._inductor import codecache, graph, lowering
+    from torch._inductor import codecache, config, graph, lowering
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from torch.utils import cpp_extension
@@ -293,8 +301,10 @@ def _inductor(target: Target, constants: Constants, folder: Path) -> None:
             launcher = kernel.launchers[0]
             kernel.save_gpu_kernel(0, launcher)
             saved = codecache.CudaKernelParamCache.get(kernel.inductor_meta["kernel_name"])
-            file = Path(saved[codecache.get_cpp_wrapper_cubin_path_name()])
-            file.write_bytes(_fat_binary(launcher.bin.asm, target, folder))
+            # Under this option Inductor makes fat binaries by tools of CUDA's.
+            if not config.aot_inductor.emit_multi_arch_kernel:
+                file = Path(saved[codecache.get_cpp_wrapper_cubin_path_name()])
+                file.write_bytes(_fat_binary(launcher.bin.asm, target, folder))
 
     PythonWrapperCodegen.generate_and_run_autotune_block = compile_kernels
 

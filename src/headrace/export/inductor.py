@@ -36,8 +36,9 @@ _one_at_a_time = threading.Lock()
 @dataclass(frozen=True)
 class Constant:
     """A constant as the library sees it: ``shape``, ``stride`` and ``offset``, in elements, into the storage of
-    ``tensor``, which is in host memory."""
+    ``tensor``, which is in host memory. ``origin`` is the program's name for it; Inductor names literals anew."""
 
+    origin: str
     tensor: torch.Tensor
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -63,7 +64,7 @@ def compile_program(method: str, program: ExportedProgram, target: Target) -> Co
     with _one_at_a_time:
         if target.kind == "host":
             library, weights, source = _compile(method, program, target)
-            constants = {name: Constant(t, *_view(p)) for name, (t, p) in weights.items()}
+            constants = {name: Constant(name, t, *_view(p)) for name, (t, p) in weights.items()}
             return Compiled(library, constants, source)
         return _compile_for_gpu(method, program, target)
 
@@ -90,7 +91,7 @@ def _compile_for_gpu(method: str, program: ExportedProgram, target: Target) -> C
 
     with tempfile.TemporaryDirectory() as folder:
         library, found, source = in_child(f"{method}, target {target.text}", compile_there)
-    listed = {n: Constant(constants.by_name[of], *view) for n, of, *view in found}
+    listed = {n: Constant(of, constants.by_name[of], *view) for n, of, *view in found}
     return Compiled(library, listed, source)
 
 
