@@ -195,7 +195,7 @@ def test_the_exporter_counts_on_shims_that_there_are() -> None:
 # -------------------- for a GPU, where there is none
 
 
-@pytest.mark.parametrize("name", ("mlp", "cnn", "transformer"))
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
 def test_an_island_for_a_gpu_says_what_the_run_time_needs(name: str) -> None:
     """EX2, DE1, DE5: a library under the hash of its bytes, every constant on the GPU and its bytes there, GPU code for
     the architecture that was asked for and for no other, only symbols that the run time answers."""
@@ -226,7 +226,14 @@ def test_programs_for_a_gpu_keep_no_path_of_the_machine() -> None:
     for name in ("mlp", "cnn", "transformer"):
         raw = programs.CUDA_FEW.load(name).path.read_bytes()
         assert b"torch/csrc/inductor/" in raw
-        for path in (b"/tmp/", b"site-packages", str(programs.ROOT).encode(), b"/inductor/c", b"/root", b"/home"):
+        for path in (
+            b"/tmp/",
+            b"site-packages",
+            str(programs.ROOT).encode(),
+            b"/inductor/c",
+            b"/root",
+            b"/home",
+        ):
             assert path not in raw, (name, path)
     raw = programs.AOTI.load("mlp").path.read_bytes()
     assert b"/tmp/" not in raw and b"site-packages" not in raw and b"torch/csrc/inductor/" in raw

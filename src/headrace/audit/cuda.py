@@ -9,10 +9,10 @@ from typing import Final
 
 from headrace.audit.declared import CudaTag, Standing, cuda_tag
 from headrace.audit.elf import Library
-from headrace.pte.fatbin import GpuCode
 from headrace.audit.policy import Component, Requirement
 from headrace.audit.report import Finding
 from headrace.audit.rules import Check, Inspection
+from headrace.pte.fatbin import GpuCode
 
 __all__ = ["CHECKS"]
 

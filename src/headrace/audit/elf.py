@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import IO, Any, Final, cast
 
+from headrace.errors import AuditError
 from headrace.pte import fatbin
 from headrace.pte.fatbin import GpuCode
-from headrace.errors import AuditError
 
 __all__ = ["ELF_MAGIC", "Import", "Library", "Quest", "read"]
 

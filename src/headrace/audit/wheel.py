@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final, Protocol
 
 from headrace.audit import elf
-from headrace.pte import fatbin
 from headrace.audit.elf import Library, Quest
-from headrace.pte.fatbin import GpuCode
 from headrace.audit.policy import Limits, Policy
 from headrace.errors import AuditError
+from headrace.pte import fatbin
+from headrace.pte.fatbin import GpuCode
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -82,7 +82,10 @@ class Constants:
 def _alone(value: torch.Tensor) -> torch.Tensor:
     """``value`` with the same strides in a storage that holds nothing else, zeros where they leave gaps. One that
     repeats its elements becomes contiguous."""
-    if value.untyped_storage().nbytes() == value.numel() * value.element_size() and not value.storage_offset():
+    if (
+        value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        and not value.storage_offset()
+    ):
         return value
     if value.numel() and any(s == 0 and n > 1 for n, s in zip(value.shape, value.stride(), strict=True)):
         return value.contiguous().clone()

@@ -233,11 +233,19 @@ def convolution_for_gpu(
     output_padding: Sequence[int],
     groups: int,
 ) -> Any:
-    """By Triton's template, which takes direct convolutions in two and three dimensions without dilation."""
+    """By Triton's template, which takes direct convolutions in two and three dimensions without dilation. One of
+    single elements is a product, which Inductor would call libtorch for."""
     n = weight.dim() - 2
     direct = not transposed and all(d == 1 for d in dilation) and not any(output_padding)
-    if n in (2, 3) and direct and x.dim() == n + 2 and x.dtype in TEMPLATES:
-        return NotImplemented
+    if direct and x.dim() == n + 2 and x.dtype in TEMPLATES:
+        single = all(k == 1 for k in weight.shape[2:]) and all(s == 1 for s in stride) and not any(padding)
+        if single and groups == 1:
+            out = torch.matmul(weight.flatten(1), x.flatten(2))
+            if bias is not None:
+                out = out + bias.unsqueeze(-1)
+            return out.reshape(x.shape[0], weight.shape[0], *x.shape[2:])
+        if n in (2, 3):
+            return NotImplemented
     return convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
 
 
