@@ -134,7 +134,7 @@ class Collection:
     sources: tuple[Path, ...]
     arguments: Callable[[], list[str]] = list
     which: str = ""
-    pins: Mapping[str, str] = field(default_factory=lambda: PINS)
+    pins: Mapping[str, str] = field(default_factory=lambda: PINS, hash=False)
 
     def folder(self) -> Path:
         """Where the export of exactly these sources lies, or will lie."""

@@ -655,6 +655,26 @@ def constants_for_a_gpu_are_the_models(folder: Path) -> None:
 
 
 @case
+def blocks_follow_the_size_of_the_product(folder: Path) -> None:
+    """Small blocks for small products, large ones for large, and none that does not fit."""
+    from headrace.export.tiles import Block, Product, best
+
+    blocks = [
+        Block(32, 32, 16, 1, 2),
+        Block(128, 128, 64, 3, 8),
+        Block(16, 32, 32, 4, 2),
+        Block(256, 256, 64, 4, 8),
+    ]
+    room = {"sms": 132, "block_nbytes": 227 << 10}
+    assert blocks[best(Product(1, 4, 32, 64, 2), blocks, **room)].m == 16
+    assert blocks[best(Product(1, 8192, 8192, 8192, 2), blocks, **room)].m == 128
+    # 64 KB do not hold three stages of 128 by 128 by 64.
+    assert blocks[best(Product(1, 8192, 8192, 8192, 2), blocks, sms=132, block_nbytes=64 << 10)].m == 32
+    # Where none fits, the least.
+    assert best(Product(1, 64, 64, 64, 8), blocks[3:], **room) == 0
+
+
+@case
 def products_and_attention_for_a_gpu(folder: Path) -> None:
     """What Triton's templates do not take is written out; what they take stays."""
     import torch

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
@@ -23,12 +24,15 @@ from torch.export import ExportedProgram
 from ..errors import ExportError
 from ..pte import fatbin
 from .target import ARCHITECTURES, Architecture, Target
+from .tiles import Block, Product, best
 
 __all__ = ["Constants", "on_gpu", "pretend"]
 
 # Functions of the driver that a library may call.
 DRIVER = "cuFuncSetAttribute cuGetErrorString cuLaunchKernel cuLaunchKernelEx cuModuleGetFunction cuModuleLoadData cuModuleUnload"
 DEVICE = torch.device("cuda", 0)
+# Multiprocessors of the GPU that is made believe: those of a large one.
+SM_COUNT = 132
 
 
 class Constants:
@@ -145,13 +149,12 @@ def pretend(target: Target, constants: Constants, folder: Path) -> None:
 
 
 def _properties(architecture: Architecture) -> SimpleNamespace:
-    """What ``torch.cuda.get_device_properties`` says; what the heuristics of Inductor ask for is there. As many
-    multiprocessors as a large GPU has."""
+    """What ``torch.cuda.get_device_properties`` says; what the heuristics of Inductor ask for is there."""
     return SimpleNamespace(
         name=architecture.name,
         major=architecture.number // 10,
         minor=architecture.number % 10,
-        multi_processor_count=132,
+        multi_processor_count=SM_COUNT,
         total_memory=80 << 30,
         regs_per_multiprocessor=65536,
         max_threads_per_multi_processor=architecture.sm_threads,
@@ -222,7 +225,7 @@ def _triton(architecture: Architecture) -> None:
 
     properties = {
         "max_shared_mem": architecture.block_nbytes,
-        "multiprocessor_count": 132,
+        "multiprocessor_count": SM_COUNT,
         "max_num_regs": 65536,
         "warpSize": 32,
     }
@@ -285,6 +288,7 @@ def _inductor(target: Target, constants: Constants, folder: Path) -> None:
     from torch._inductor import codecache, config, graph, lowering
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._inductor.select_algorithm import AlgorithmSelectorCache
     from torch.utils import cpp_extension
 
     codecache.CudaKernelParamCache.cache.clear()
@@ -326,6 +330,41 @@ def _inductor(target: Target, constants: Constants, folder: Path) -> None:
     graph.GraphLowering.get_attr = get_constant
     # The original compares addresses.
     graph.is_same_tensor = lambda a, b: a is b
+    # The original takes the first, whatever the size, where it may not time them.
+    AlgorithmSelectorCache.pick_deterministic_choice = lambda self, choices: _pick(choices, target.compute)
+
+
+def _pick(choices: list[Any], architecture: Architecture) -> Any:
+    """One of Inductor's choices for a product or a convolution."""
+    from torch._inductor.virtualized import V
+
+    def size(expression: Any) -> int:
+        # Of a size that varies, that of the example inputs.
+        return int(V.graph.sizevars.optimization_hint(expression))
+
+    found = [(c, c.info_dict()) for c in choices]
+    templates = [(c, i) for c, i in found if "tile_shape" in i and "-" not in str(i["tile_shape"])]
+    if not templates:
+        return choices[0]
+    first = templates[0][0]
+    sizes = [size(n) for n in first.layout.size]
+    a, b = (node.get_size() for node in first.input_nodes[-2:])
+    if "convolution" in first.name:
+        # Windows times filters, for each place of the result.
+        product = (1, sizes[0] * int(np.prod(sizes[2:])), sizes[1], int(np.prod([size(n) for n in b[1:]])))
+    else:
+        product = (int(np.prod(sizes[:-2])), sizes[-2], sizes[-1], size(a[-1]))
+    blocks = []
+    for _, info in templates:
+        m, k, n = (int(v) for v in str(info["tile_shape"]).strip("()").split(","))
+        blocks.append(Block(m, n, k, int(info["num_stages"]), int(info["num_warps"])))
+    chosen = best(
+        Product(*product, first.layout.dtype.itemsize),
+        blocks,
+        sms=SM_COUNT,
+        block_nbytes=architecture.block_nbytes,
+    )
+    return templates[chosen][0]
 
 
 def _fat_binary(code: Mapping[str, Any], target: Target, folder: Path) -> bytes:
