@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.pte.fatbin import GpuCode, embedded, read, unpack_lz4
+from headrace.pte.fatbin import GpuCode, embedded, read, unpack_lz4, write
 from tests.audit.wheel_forge import Entry, cubin, fatbin
 
 FATBINS = Path(__file__).parent / "fatbins"
@@ -141,3 +141,37 @@ def test_unpacking_never_makes_more_than_its_limit(data: bytes, limit: int) -> N
     """PK5: a decompression bomb in GPU code."""
     text = unpack_lz4(memoryview(data), limit)
     assert text is None or len(text) <= limit
+
+
+def test_what_is_written_is_what_nvcc_writes() -> None:
+    """EX2: machine code and PTX, taken out of a fat binary of nvcc's and put together again, are the same bytes."""
+    raw = (FATBINS / "plain.fatbin").read_bytes()
+    # Behind the container's header of 16 bytes: a header of 64 and machine code, one of 80 and PTX.
+    machine = raw[80 : 80 + 2984]
+    ptx = raw[80 + 2984 + 80 :].rstrip(b"\0")
+    assert machine[:4] == b"\x7fELF" and b".version 9.0" in ptx
+    assert write([("sm_75", machine)], ("compute_120", ptx)) == raw
+
+
+def test_what_is_written_is_read() -> None:
+    """EX2: every suffix; several of them; and what is no machine code, no PTX or no architecture is refused."""
+    machine = cubin("_Z1kv")
+    ptx = b".version 8.4\n.target sm_80\n.entry _Z1kv() { ret; }"
+    written = write([("sm_80", machine), ("sm_90a", machine), ("sm_100f", machine)], ("compute_80", ptx))
+    found = read(memoryview(written), frozenset({"_Z1kv"}))
+    assert [(c.kind, c.arch, c.count) for c in found.code] == [
+        ("ptx", "compute_80", 1),
+        ("sass", "sm_100f", 1),
+        ("sass", "sm_80", 1),
+        ("sass", "sm_90a", 1),
+    ]
+    assert found.faults == () and found.kernels == {"_Z1kv"} and found.opaque == 0
+    assert [bytes(c) for c in embedded(memoryview(b"\1\2" + written + b"\3"))] == [written]
+    for entries, text in (
+        ([("sm_80", ptx)], None),
+        ([("sm_80b", machine)], None),
+        ([("gfx942", machine)], None),
+        ([], ("compute_80", b"no version")),
+    ):
+        with pytest.raises(ValueError, match="fat binary"):
+            write(entries, text)

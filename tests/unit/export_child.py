@@ -655,6 +655,35 @@ def constants_for_a_gpu_are_the_models(folder: Path) -> None:
 
 
 @case
+def missing_code_is_found(folder: Path) -> None:
+    """A kernel that is not there, one too many, one for another architecture, and none at all."""
+    from headrace import pte
+    from headrace.export.aoti import _check_code
+    from headrace.export.target import Target
+    from headrace.pte import fatbin
+    from tests.programs import CUDA_FEW
+
+    path = CUDA_FEW.folder() / "mlp.pte"
+    raw, file = path.read_bytes(), pte.read(path)
+    entry = next(d for d in file.named_data if d.key.endswith("_so_blob"))
+    library = raw[file.segments[entry.segment].offset :][: entry.nbytes]
+    count = len(list(fatbin.embedded(memoryview(library))))
+    source = "".join(f'k = loadKernel(__triton_{i}_start, "k", 0);' for i in range(count))
+    gpu = Target.parse("cuda:sm_90")
+    assert count > 1
+    _check_code("forward", library, source, gpu)
+    without = library.replace(b"\x50\xed\x55\xba", b"\0\0\0\0")
+    for wrong, of, target in (
+        (without, source, gpu),
+        (library, "", gpu),
+        (library, 'loadKernel(__only_start, "k", 0);', gpu),
+        (library, source, Target.parse("cuda:sm_80")),
+        (library, source, Target.parse("cuda:sm_90+sm_80+ptx")),
+    ):
+        caught(lambda a=(wrong, of, target): _check_code("forward", *a), "expected the code of")
+
+
+@case
 def blocks_follow_the_size_of_the_product(folder: Path) -> None:
     """Small blocks for small products, large ones for large, and none that does not fit."""
     from headrace.export.tiles import Block, Product, best
