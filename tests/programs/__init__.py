@@ -200,12 +200,10 @@ def _models(*sources: Path) -> list[str]:
 
 
 def _for_cuda() -> list[str]:
-    from .export_cuda import STOCK
+    from .export_cuda import LEFT_OUT, STOCK
 
-    # Their plan is for host memory, or only the plan differs.
-    left_out = {"add_one", "mlp_host"}
     models = _models(HERE / "cuda_models.py", HERE / "aoti.py")
-    return [*(name for name in models if name not in left_out), *STOCK]
+    return [*(name for name in models if name not in LEFT_OUT), *STOCK]
 
 
 def _few_for_cuda() -> list[str]:

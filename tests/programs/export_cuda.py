@@ -37,9 +37,7 @@ def makers() -> dict[str, Callable[[], Any]]:
     from .aoti import MODELS
     from .cuda_models import MODELS as MORE
 
-    # Their plan is for host memory, or only the plan differs.
-    left_out = {"add_one", "mlp_host"}
-    return {**MORE, **{name: make for name, make in MODELS.items() if name not in left_out}}
+    return {**MORE, **{name: make for name, make in MODELS.items() if name not in LEFT_OUT}}
 
 
 def export(name: str, there: Path) -> dict[str, Any]:
@@ -142,6 +140,8 @@ def stock_bytes(module: Any, inputs: Any, dynamic: Any, folder: Path) -> tuple[b
 
 STOCK = ("stock_mlp", "stock_cnn", "stock_transformer", "stock_bfloat16", "stock_transformer_dynamic")
 FEW = ("mlp", "cnn", "transformer")
+# Of those of ``aoti.py``: their plan is for host memory, or only the plan differs.
+LEFT_OUT = ("add_one", "mlp_host")
 
 
 def exported(name: str, there: str) -> tuple[dict[str, Any] | None, str]:

@@ -620,6 +620,7 @@ def a_child_that_dies_is_an_error(folder: Path) -> None:
     except ExportError as error:
         arrived.append(error)
     assert [(str(e), e.node) for e in arrived] == [("m, x: text", "x")]
+    caught(lambda: in_child("m", lambda: 1 / 0), "m: expected to compile, got ZeroDivisionError")
     caught(lambda: in_child("m", lambda: os.kill(os.getpid(), signal.SIGSEGV)), "got signal SIGSEGV")
     caught(lambda: in_child("m", lambda: os._exit(7)), "got exit status 7")
     changed = []

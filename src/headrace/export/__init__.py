@@ -95,7 +95,8 @@ def export(
     example_inputs  the positional arguments as a tuple, of the dtype and shape that the program will take; with
                     several methods a mapping of their names to such tuples
     delegates       who takes what, in order: each takes what it can of what those before it left
-    target          what to compile for: ``host`` (any x86-64 processor with AVX2), ``host:x86-64-v4``, …
+    target          what to compile for: ``host`` (any x86-64 processor with AVX2), ``host:x86-64-v4``, …; or GPUs,
+                    ``cuda:sm_90``, ``cuda:sm_80+sm_90+ptx``: no GPU is needed, Triton is
     dynamic_shapes  as in ``torch.export.export``; with several methods a mapping
     device          where islands' arguments are planned. "cuda:0" stands for whichever device the program is
                     loaded on, ``cpu`` and ``sim`` too; None plans everything in host memory

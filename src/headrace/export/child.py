@@ -21,8 +21,8 @@ def in_child(what: str, function: Callable[[], T]) -> T:
     """What ``function()`` returns, which has to be picklable. It sees a copy of this process and may change
     whatever it likes there: nothing of that is left afterwards.
 
-    Raises ExportError as ``function`` does; also where it raises something else, or the child dies, naming
-    ``what``. The child is ended when this call is left by an exception.
+    Raises ExportError as ``function`` does, with its ``node``; also where it raises something else, or the child dies,
+    naming ``what``. The child is ended when this call is left by an exception.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -31,7 +31,7 @@ def in_child(what: str, function: Callable[[], T]) -> T:
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
-        _answer(writing, function)
+        _answer(writing, what, function)
     os.close(writing)
     waited = False
     try:
@@ -47,7 +47,8 @@ def in_child(what: str, function: Callable[[], T]) -> T:
         code = os.waitstatus_to_exitcode(status)
         end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         raise ExportError(
-            f"{what}: expected an answer of the process that compiles, got {end}; what it printed says more"
+            f"{what}: expected an answer of the process that compiles, got {end}; what it printed, if anything, says "
+            "more; report this with the model"
         )
     kind, *answer = pickle.loads(raw)
     if kind == "value":
@@ -57,7 +58,7 @@ def in_child(what: str, function: Callable[[], T]) -> T:
     raise ExportError(message, node=node)
 
 
-def _answer(writing: int, function: Callable[[], object]) -> None:
+def _answer(writing: int, what: str, function: Callable[[], object]) -> None:
     """In the child: write the answer and end, without the parent's exit handlers."""
     status = 1
     try:
@@ -66,6 +67,13 @@ def _answer(writing: int, function: Callable[[], object]) -> None:
             answer = ("value", function())
         except ExportError as error:
             answer = ("error", str(error), error.node)
+        except Exception as error:
+            text = "".join(traceback.format_exception(error)[-3:])
+            answer = (
+                "error",
+                f"{what}: expected to compile, got {type(error).__name__}: {error}\n{text}",
+                None,
+            )
         with os.fdopen(writing, "wb") as pipe:
             pipe.write(pickle.dumps(answer))
         status = 0

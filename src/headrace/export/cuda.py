@@ -396,10 +396,12 @@ def _assembled(ptx: bytes, architecture: str, folder: Path) -> bytes:
 
 def _linker(folder: Path) -> None:
     """A driver to link with, which only says what is found when the library is loaded."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
     stub = folder / "libcuda.so"
     code = "\n".join(f"void {name}(void) {{}}" for name in DRIVER.split())
     subprocess.run(
-        ["cc", "-shared", "-fPIC", "-x", "c", "-", "-Wl,-soname,libcuda.so.1", "-o", str(stub)],
+        [get_cpp_compiler(), "-shared", "-fPIC", "-x", "c", "-", "-Wl,-soname,libcuda.so.1", "-o", str(stub)],
         input=code, text=True, check=True, capture_output=True,
     )  # fmt: skip
     os.environ["LIBRARY_PATH"] = f"{folder}:{os.environ.get('LIBRARY_PATH', '')}".rstrip(":")
