@@ -75,6 +75,14 @@ def _compile_for_gpu(method: str, program: ExportedProgram, target: Target) -> C
         ) from error
     from . import cuda
 
+    # Their kernels are Inductor's, but the seeds come from libtorch, in a way that is no call of a kernel.
+    random = [
+        n
+        for n in program.graph.nodes
+        if isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags
+    ]
+    if random:
+        raise _refused(method, {"its generator of random numbers": random})
     values = {**program.state_dict, **program.constants}
     constants = cuda.Constants({n: v for n, v in values.items() if isinstance(v, torch.Tensor)})
 
@@ -216,6 +224,10 @@ def _without_paths() -> Iterator[None]:
         cpp_builder.run_compile_cmd, codecache._HEADER_DIR = build, headers
 
 
+def _packet(target: Any) -> Any:
+    return getattr(target, "overloadpacket", None)
+
+
 class _CallsLibtorch(Exception):
     """Stops a compilation whose library would call libtorch."""
 
@@ -235,7 +247,13 @@ def _without_libtorch(calls: dict[str, list[torch.fx.Node]], added: str) -> Iter
         overload = getattr(node, "op_overload", None)
         found = [n for n in node.get_origins() if n.op == "call_function"]
         # Operators that were fused into its arguments are among the origins too.
-        found = [n for n in found if n.target == overload] or sorted(found, key=lambda n: str(n.name))
+        found = sorted(found, key=lambda n: str(n.name))
+        found = (
+            [n for n in found if n.target == overload]
+            # Inductor writes some as another overload: sort.default as sort.stable.
+            or [n for n in found if _packet(n.target) is not None and _packet(n.target) is _packet(overload)]
+            or found
+        )
         for name in (getattr(node, "cpp_kernel_name", None), overload):
             if name is not None:
                 origins.setdefault(str(name), []).extend(found)
