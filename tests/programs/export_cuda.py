@@ -138,7 +138,7 @@ def stock_bytes(module: Any, inputs: Any, dynamic: Any, folder: Path) -> tuple[b
     return bytes(program.buffer), data
 
 
-STOCK = ("stock_mlp", "stock_cnn", "stock_transformer", "stock_bfloat16", "stock_transformer_dynamic")
+STOCK = ("stock_mlp", "stock_cnn", "stock_transformer", "stock_bfloat16")
 FEW = ("mlp", "cnn", "transformer")
 # Of those of ``aoti.py``: their plan is for host memory, or only the plan differs.
 LEFT_OUT = ("add_one", "mlp_host")

@@ -575,15 +575,29 @@ def a_compilation_for_a_gpu_leaves_nothing_behind(folder: Path) -> None:
 def operators_for_a_gpu_that_need_libtorch_are_named(folder: Path) -> None:
     import torch
 
-    def forward(self: Any, x: Any) -> Any:
-        noise = torch.rand_like(torch.relu(x))
-        return torch.fft.rfft(x + noise).abs()
+    def transform(self: Any, x: Any) -> Any:
+        return torch.fft.rfft(torch.relu(x)).real
 
-    error = refused(folder, module(forward), (torch.randn(5, 8),), target="cuda:sm_90")
-    assert type(error).__name__ == "ExportError" and error.node, repr(error)
-    message = str(error)
-    assert "aten._fft_r2c.default of float32[5, 8], at " in message, message
-    assert "torch.fft.rfft(x + noise)" in message, message
+    def noise(self: Any, x: Any) -> Any:
+        return torch.relu(x) + torch.rand_like(x)
+
+    def long_rows(self: Any, x: Any) -> Any:
+        return torch.relu(x).flatten().sort()[0] + 1.0
+
+    for function, node, operator, line in (
+        (transform, "_fft_r2c", "aten._fft_r2c.default of float32[30, 20]", "torch.fft.rfft(torch.relu(x))"),
+        (
+            noise,
+            "rand_like",
+            "aten.rand_like.default of float32[30, 20]",
+            "torch.relu(x) + torch.rand_like(x)",
+        ),
+        (long_rows, "sort", "aten.sort.default of float32[600]", "torch.relu(x).flatten().sort()[0]"),
+    ):
+        error = refused(folder, module(function), (torch.randn(30, 20),), target="cuda:sm_90")
+        assert type(error).__name__ == "ExportError" and error.node == node, repr(error)
+        message = str(error)
+        assert "needs no libtorch" in message and operator in message and line in message, message
 
 
 @case

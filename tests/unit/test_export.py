@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import hashlib
 import json
+import os
 import re
 import subprocess
 import tempfile
@@ -195,42 +196,62 @@ def test_the_exporter_counts_on_shims_that_there_are() -> None:
 # -------------------- for a GPU, where there is none
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
+# `make export-cuda` looks at all of them.
+FOR_GPU = programs.CUDA if os.environ.get("HEADRACE_CUDA_PROGRAMS") == "all" else programs.CUDA_FEW
+OURS = [name for name in FOR_GPU.names() if not name.startswith("stock_")]
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_an_island_for_a_gpu_says_what_the_run_time_needs(name: str) -> None:
     """EX2, DE1, DE5: a library under the hash of its bytes, every constant on the GPU and its bytes there, GPU code for
     the architecture that was asked for and for no other, only symbols that the run time answers."""
-    written = Written(name, programs.CUDA_FEW)
-    ((method, island, said),) = written.islands
-    library = written.inside[said.library_key]
-    assert said.library_key == hashlib.sha256(library).hexdigest() + "_so_blob"
-    assert island.spec("target_device") == b"cuda:0" and island.spec("method_name") == b"forward"
-    assert island.spec("headrace_host") is None
-    cuda = json.loads(island.spec("headrace_cuda") or b"")
-    assert cuda["version"] == 1 and cuda["march"] == "x86-64-v3" and cuda["code"] == ["sm_90a"]
-    assert island.inputs == 1 and cuda["outputs"] == [list(method.outputs[0].shape)]
-    assert {method.values[i].device for i in island.args} == {"cuda:0"}
-    assert said.constants and {c.device for c in said.constants} == {payload.CUDA}
-    for constant in said.constants:
-        assert len(written.inside[constant.storage_key]) == constant.nbytes
-    found = [fatbin.read(c) for c in fatbin.embedded(memoryview(library))]
-    assert len(found) >= 2
-    for binary in found:
-        ((kind, arch, count),) = {(c.kind, c.arch, c.count) for c in binary.code}
-        assert (kind, arch, count) == ("sass", "sm_90a", 1) and not binary.faults
-    assert unversioned(library) <= Target.parse("cuda:sm_90").symbols
-    assert {"cuLaunchKernel", "aoti_torch_empty_strided", "cudaEventRecord"} <= unversioned(library)
+    written = Written(name, FOR_GPU)
+    held = {**written.inside, **written.beside}
+    code = ["sm_80", "sm_90", "compute_80"] if name == "mlp_several" else ["sm_90a"]
+    assert written.islands
+    for method, island, said in written.islands:
+        library = held[said.library_key]
+        assert said.library_key == hashlib.sha256(library).hexdigest() + "_so_blob"
+        assert (
+            island.spec("target_device") == b"cuda:0" and island.spec("method_name") == method.name.encode()
+        )
+        assert island.spec("headrace_host") is None
+        cuda = json.loads(island.spec("headrace_cuda") or b"")
+        assert cuda["version"] == 1 and cuda["march"] == "x86-64-v3" and cuda["code"] == code
+        assert island.inputs is not None and len(cuda["outputs"]) == len(island.args) - island.inputs
+        assert {method.values[i].device for i in island.args} == {"cuda:0"}
+        assert {c.device for c in said.constants} <= {payload.CUDA}
+        for constant in said.constants:
+            assert len(held[constant.storage_key]) == constant.nbytes
+            assert constant.storage_key == hashlib.sha256(held[constant.storage_key]).hexdigest() + "_weight"
+        found = [fatbin.read(container) for container in fatbin.embedded(memoryview(library))]
+        assert found
+        for binary in found:
+            assert sorted(c.arch for c in binary.code) == sorted(code) and not binary.faults
+            assert {c.kind for c in binary.code} == ({"sass", "ptx"} if "compute_80" in code else {"sass"})
+        unknown = unversioned(library) - Target.parse("cuda:sm_90").symbols
+        assert unknown == set()
+        assert {"cuLaunchKernel", "aoti_torch_empty_strided", "cudaEventRecord"} <= unversioned(library)
+
+
+def test_models_for_a_gpu_have_the_constants_that_they_should() -> None:
+    """EX2: the check above looked at constants: three models have some, as many as are not written into the code."""
+    counts = {
+        name: [len(said.constants) for _, _, said in Written(name, FOR_GPU).islands]
+        for name in ("mlp", "cnn", "transformer")
+    }
+    assert counts == {"mlp": [5], "cnn": [4], "transformer": [12]}
 
 
 def test_programs_for_a_gpu_keep_no_path_of_the_machine() -> None:
     """EX2: neither of the sources, nor of caches, nor of this repository."""
-    for name in ("mlp", "cnn", "transformer"):
-        raw = programs.CUDA_FEW.load(name).path.read_bytes()
+    for name in OURS:
+        raw = FOR_GPU.load(name).path.read_bytes()
         assert b"torch/csrc/inductor/" in raw
         for path in (
             b"/tmp/",
             b"site-packages",
             str(programs.ROOT).encode(),
-            b"/inductor/c",
             b"/root",
             b"/home",
         ):
@@ -252,7 +273,7 @@ def unversioned(library: bytes) -> set[str]:
 
 
 def test_the_exporter_and_the_run_time_have_one_list_of_symbols() -> None:
-    """PK3, DE1: the shims are those that the exporter counts on, no more and no fewer, under their changed names."""
+    """PK3, DE1: the shims are those that the exporter counts on, under their changed names, and none is forgotten."""
     folder = Path(headrace._core.__file__).parent / "lib"
     listed = subprocess.run(
         ["nm", "--dynamic", "--defined-only", str(folder / "libheadrace_shims.so")],
@@ -265,7 +286,8 @@ def test_the_exporter_and_the_run_time_have_one_list_of_symbols() -> None:
     }
     ours = {name for name in defined if re.match(r"aoti_hrace_|hrce[A-Z]|hr[A-Z]", name)}
     assert renamed - ours == set()
-    assert ours - renamed == set()
+    # Another compiler's libraries may ask for more than this exporter's.
+    assert ours - renamed <= {"hrceMemsetAsync"}
 
 
 def _ours(found: re.Match[str]) -> str:

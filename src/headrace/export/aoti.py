@@ -148,8 +148,8 @@ def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) 
     library_key = hashlib.sha256(compiled.library).hexdigest() + "_so_blob"
     store.add_named_data(library_key, compiled.library, alignment=ALIGNMENT)
     entries = []
-    for fqn, constant in compiled.constants.items():
-        storage = _storage(constant.tensor)
+    for fqn, (tensor, view) in compiled.constants.items():
+        storage = _storage(tensor)
         # By content: what several islands or methods share is there once, and no two that differ collide.
         key = hashlib.sha256(storage).hexdigest() + "_weight"
         store.add_named_data(key, storage, alignment=ALIGNMENT, external_tag=asked["data_file"])
@@ -157,15 +157,15 @@ def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) 
             fqn=fqn,
             storage_key=key,
             nbytes=len(storage),
-            dtype=int(scalar_type_enum(constant.tensor.dtype)),
+            dtype=int(scalar_type_enum(tensor.dtype)),
             device=CUDA if on_gpu else CPU,
-            offset=constant.offset,
-            sizes=constant.shape,
-            strides=constant.stride,
+            offset=int(view.offset),
+            sizes=tuple(int(s) for s in view.shape),
+            strides=tuple(int(s) for s in view.stride),
         )
         entries.append(entry)
-        if constant.origin in weights:
-            _check_value(method, entry, storage, weights[constant.origin])
+        if fqn in weights:
+            _check_value(method, entry, storage, weights[fqn])
     _check_source(method, compiled.source, entries, target)
     _check_symbols(method, compiled.library, target)
     if on_gpu:

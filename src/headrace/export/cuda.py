@@ -45,7 +45,8 @@ class Constants:
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
         self.by_name: dict[str, torch.Tensor] = {}
         self._by_storage: dict[int, str] = {}
-        self._fakes: dict[int, torch.Tensor] = {}
+        # By id, of values that are kept for that.
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.add(values)
 
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -59,9 +60,9 @@ class Constants:
         if id(value) not in self._fakes:
             with mode:
                 made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
-            self._fakes[id(value)] = made
+            self._fakes[id(value)] = value, made
             self._by_storage[made.untyped_storage()._cdata] = name
-        return self._fakes[id(value)]
+        return self._fakes[id(value)][1]
 
     def name(self, name: str, fake: torch.Tensor) -> str:
         """The program's name for the constant that Inductor knows as ``name``.

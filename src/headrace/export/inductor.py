@@ -27,19 +27,16 @@ from .decompositions import decompositions
 from .node import described
 from .target import Target
 
-__all__ = ["Compiled", "Constant", "compile_program"]
+__all__ = ["Compiled", "View", "compile_program"]
 
 # Inductor's functions are wrapped for the length of a compilation.
 _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Constant:
-    """A constant as the library sees it: ``shape``, ``stride`` and ``offset``, in elements, into the storage of
-    ``tensor``, which is in host memory. ``origin`` is the program's name for it; Inductor names literals anew."""
+class View:
+    """Where a constant lies in a tensor's storage; ``stride`` and ``offset`` count elements."""
 
-    origin: str
-    tensor: torch.Tensor
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -47,11 +44,11 @@ class Constant:
 
 @dataclass(frozen=True)
 class Compiled:
-    """``library`` is a shared object. ``constants`` has those that it lists, in its order, by the model's names for
-    them. ``source`` is the C++ of its wrapper."""
+    """``library`` is a shared object. ``constants`` gives for each name, the model's where it has one, a tensor in host
+    memory and the view into its storage, in the library's order. ``source`` is the C++ of its wrapper."""
 
     library: bytes
-    constants: Mapping[str, Constant]
+    constants: Mapping[str, tuple[torch.Tensor, View]]
     source: str
 
 
@@ -64,8 +61,7 @@ def compile_program(method: str, program: ExportedProgram, target: Target) -> Co
     with _one_at_a_time:
         if target.kind == "host":
             library, weights, source = _compile(method, program, target)
-            constants = {name: Constant(name, t, *_view(p)) for name, (t, p) in weights.items()}
-            return Compiled(library, constants, source)
+            return Compiled(library, {n: (t, _view(p)) for n, (t, p) in weights.items()}, source)
         return _compile_for_gpu(method, program, target)
 
 
@@ -79,6 +75,14 @@ def _compile_for_gpu(method: str, program: ExportedProgram, target: Target) -> C
         ) from error
     from . import cuda
 
+    # Their kernels are Inductor's, but the seeds come from libtorch, in a way that is no call of a kernel.
+    random = [
+        n
+        for n in program.graph.nodes
+        if isinstance(n.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in n.target.tags
+    ]
+    if random:
+        raise _refused(method, {"its generator of random numbers": random})
     values = {**program.state_dict, **program.constants}
     constants = cuda.Constants({n: v for n, v in values.items() if isinstance(v, torch.Tensor)})
 
@@ -86,19 +90,19 @@ def _compile_for_gpu(method: str, program: ExportedProgram, target: Target) -> C
         cuda.pretend(target, constants, Path(folder))
         library, weights, source = _compile(method, cuda.on_gpu(program, constants), target)
         # Values stay where they are; the parent has them under the same names.
-        found = [(n, constants.name(n, fake), *_view(p)) for n, (fake, p) in weights.items()]
+        found = [(n, constants.name(n, fake), _view(p)) for n, (fake, p) in weights.items()]
         return library, found, source
 
     with tempfile.TemporaryDirectory() as folder:
         library, found, source = in_child(f"{method}, target {target.text}", compile_there)
-    listed = {n: Constant(of, constants.by_name[of], *view) for n, of, *view in found}
+    listed = {n: (constants.by_name[of], view) for n, of, view in found}
     return Compiled(library, listed, source)
 
 
-def _view(properties: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, strides and offset of Inductor's record of a constant."""
+def _view(properties: Any) -> View:
+    """Inductor's record of a constant."""
     shape, stride = (tuple(int(n) for n in sizes) for sizes in (properties.shape, properties.stride))
-    return shape, stride, int(properties.offset)
+    return View(shape, stride, int(properties.offset))
 
 
 def _compile(
@@ -220,6 +224,10 @@ def _without_paths() -> Iterator[None]:
         cpp_builder.run_compile_cmd, codecache._HEADER_DIR = build, headers
 
 
+def _packet(target: Any) -> Any:
+    return getattr(target, "overloadpacket", None)
+
+
 class _CallsLibtorch(Exception):
     """Stops a compilation whose library would call libtorch."""
 
@@ -239,7 +247,13 @@ def _without_libtorch(calls: dict[str, list[torch.fx.Node]], added: str) -> Iter
         overload = getattr(node, "op_overload", None)
         found = [n for n in node.get_origins() if n.op == "call_function"]
         # Operators that were fused into its arguments are among the origins too.
-        found = [n for n in found if n.target == overload] or sorted(found, key=lambda n: str(n.name))
+        found = sorted(found, key=lambda n: str(n.name))
+        found = (
+            [n for n in found if n.target == overload]
+            # Inductor writes some as another overload: sort.default as sort.stable.
+            or [n for n in found if _packet(n.target) is not None and _packet(n.target) is _packet(overload)]
+            or found
+        )
         for name in (getattr(node, "cpp_kernel_name", None), overload):
             if name is not None:
                 origins.setdefault(str(name), []).extend(found)
