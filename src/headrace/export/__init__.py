@@ -17,59 +17,42 @@ written, and an older one of that name is left as it is.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from .. import pte
 from ..errors import ExportError
+from .delegates import Aoti, Claims, ExportDelegate, Node, Plan, Python, Xnnpack
+from .split import Island, Split, SplitNode
 from .target import Target
 
-__all__ = ["Aoti", "ExportDelegate", "Exported", "Plan", "Target", "export"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a delegate is told about the method that it is asked to take a part of.
-
-    ``method`` is its name. ``device`` is where the arguments of islands that run on a device are planned
-    ("cuda:0"), None for host memory. ``data_file`` names the data file, without ``.ptd``, that constants go into;
-    None means into the program.
-    """
-
-    method: str
-    target: Target
-    device: str | None
-    data_file: str | None
-
-
-class ExportDelegate(Protocol):
-    """What the list of delegates holds: small frozen objects that know ExecuTorch's partitioner for them."""
-
-    def partitioner(self, plan: Plan) -> Any:
-        """A fresh ``executorch.exir.backend.partitioner.Partitioner`` for one method."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Aoti:
-    """AOTInductor: takes everything that delegates before it in the list left, compiled to machine code.
-
-    An operator that its code would leave to libtorch is refused (ExportError). Building needs a C++ compiler.
-    """
-
-    def partitioner(self, plan: Plan) -> Any:
-        from .aoti import AotiPartitioner
-
-        return AotiPartitioner(plan.target, method=plan.method, device=plan.device, data_file=plan.data_file)
+__all__ = [
+    "Aoti",
+    "Claims",
+    "ExportDelegate",
+    "Exported",
+    "Island",
+    "Node",
+    "Plan",
+    "Python",
+    "Split",
+    "SplitNode",
+    "Target",
+    "Xnnpack",
+    "export",
+]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the program, and the data files that belong to it."""
+    """What was written: the program, the data files that belong to it, and which node went where (printed, ``split``
+    is a table)."""
 
     path: Path
     data: tuple[Path, ...]
+    split: Split
 
     @property
     def file(self) -> pte.ProgramFile:
@@ -82,26 +65,29 @@ def export(
     example_inputs: Any,
     *,
     path: str | os.PathLike[str],
-    delegates: Sequence[ExportDelegate] = (Aoti(),),
+    delegates: Sequence[ExportDelegate | Claims] = (Aoti(),),
     target: str | Target = "host",
     dynamic_shapes: Any = None,
     device: str | None = "cuda:0",
     resident: bool = False,
     weights: Literal["inside", "beside"] = "inside",
+    progress: Callable[[str], None] | None = None,
 ) -> Exported:
     """Write ``model`` to ``path`` and return what was written. Compiling takes seconds to minutes.
 
     model           ``torch.nn.Module`` or ``torch.export.ExportedProgram``; or a mapping of method names to these
     example_inputs  the positional arguments as a tuple, of the dtype and shape that the program will take; with
                     several methods a mapping of their names to such tuples
-    delegates       who takes what, in order: each takes what it can of what those before it left
+    delegates       who takes what, in order: each takes what it claims of what those before it left. What none takes
+                    stays with the engine's CPU kernels
     target          what to compile for: ``host`` (any x86-64 processor with AVX2), ``host:x86-64-v4``, …
     dynamic_shapes  as in ``torch.export.export``; with several methods a mapping
     device          where islands' arguments are planned. "cuda:0" stands for whichever device the program is
                     loaded on, ``cpu`` and ``sim`` too; None plans everything in host memory
     resident        inputs and outputs are device memory of the caller's, bound without a copy. Not for methods
                     with state, which lies on the host
-    weights         ``beside``: the delegates' constants go to a data file, ``path`` with the suffix ``.ptd``
+    weights         ``beside``: the constants of AOTInductor's islands go to a data file, ``path`` with the suffix ``.ptd``
+    progress        called with one line of text for each stage and each island
 
     Mutable buffers are state of the method: they start as they are in the model, and advance once a call.
 
@@ -126,4 +112,5 @@ def export(
         device=device,
         resident=resident,
         weights=weights,
+        progress=progress,
     )

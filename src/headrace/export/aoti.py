@@ -29,11 +29,20 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from ..errors import ExportError
 from ..pte import INPUTS_SPEC
 from .inductor import compile_program
+from .partition import Lowering
 from .payload import CPU, Constant, encode
 from .shapes import Shapes
 from .target import SHIMS, Target
 
-__all__ = ["BACKEND", "DELEGATE", "DEVICE_SPEC", "HOST_SPEC", "METHOD_SPEC", "AotiPartitioner"]
+__all__ = [
+    "BACKEND",
+    "DELEGATE",
+    "DEVICE_SPEC",
+    "HOST_SPEC",
+    "METHOD_SPEC",
+    "AotiLowering",
+    "AotiPartitioner",
+]
 
 # The delegate's id in the program. The exporter looks a backend up by the name of its class, and stock's
 # CudaBackend may be there too: ours has a name of its own until the program is planned (program.py).
@@ -277,3 +286,22 @@ def _check_symbols(method: str, library: bytes) -> None:
             f"{method}: expected symbols that the run time answers, got {', '.join(unknown)}; leave the operators "
             "that need them to another delegate"
         )
+
+
+class AotiLowering(Lowering):
+    """AOTInductor among other delegates: it can compute all there is, or says so when it compiles."""
+
+    backend = BACKEND
+
+    def __init__(self, claims: Any, plan: Any) -> None:
+        super().__init__(claims, plan)
+        self.device = plan.device
+        self.stock = claims.partitioner(plan)
+        # Given all that is left, it takes it as PyTorch traced it.
+        self.keeps_all = claims.everything
+
+    def specs(self) -> list[CompileSpec]:
+        return list(self.stock._specs())
+
+    def keeps(self, program: ExportedProgram) -> Any:
+        return self.stock.ops_to_not_decompose(program) if self.keeps_all else super().keeps(program)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.delegate import executorch_call_delegate
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
@@ -21,7 +22,9 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from .. import pte
 from ..errors import ExportError, OptionError
-from . import ExportDelegate, Exported, Plan, aoti, payload
+from . import Claims, ExportDelegate, Exported, Plan, Split, aoti, payload
+from .partition import Method, partitioners
+from .progress import report, reporting
 from .target import Target
 
 __all__ = ["write"]
@@ -32,14 +35,32 @@ def write(
     example_inputs: Any,
     *,
     path: Path,
-    delegates: Sequence[ExportDelegate],
+    delegates: Sequence[ExportDelegate | Claims],
+    target: Target,
+    dynamic_shapes: Any,
+    device: str | None,
+    resident: bool,
+    weights: str,
+    progress: Callable[[str], None] | None,
+) -> Exported:
+    """``headrace.export`` behind its arguments' defaults; the contract is there."""
+    with reporting(progress):
+        return _write(
+            model, example_inputs, path, delegates, target, dynamic_shapes, device, resident, weights
+        )
+
+
+def _write(
+    model: Any,
+    example_inputs: Any,
+    path: Path,
+    delegates: Sequence[ExportDelegate | Claims],
     target: Target,
     dynamic_shapes: Any,
     device: str | None,
     resident: bool,
     weights: str,
 ) -> Exported:
-    """``headrace.export`` behind its arguments' defaults; the contract is there."""
     if weights not in ("inside", "beside"):
         raise OptionError(f"weights: expected 'inside' or 'beside', got {weights!r}")
     if device is None and resident:
@@ -54,20 +75,28 @@ def write(
             "resident=True",
             node=state[0],
         )
-    partitioners = {
-        name: [
-            d.partitioner(Plan(method=name, target=target, device=device, data_file=data_file))
-            for d in delegates
-        ]
+    for delegate in delegates:
+        if not isinstance(delegate, Claims) and not hasattr(delegate, "partitioner"):
+            raise OptionError(f"delegates: expected Aoti(), Xnnpack(), Python(…), …, got {delegate!r}")
+    methods = {name: Method(name) for name in programs}
+    asked = {
+        name: partitioners(
+            delegates, Plan(method=name, target=target, device=device, data_file=data_file), methods[name]
+        )
         for name in programs
     }
     try:
+        report(f"{', '.join(programs)}: split and lower")
         edge = to_edge_transform_and_lower(
             programs,
-            partitioner=partitioners,
-            transform_passes=[_sizes_to_their_users],
+            partitioner=asked,
+            # Without sizes that vary there are none to compute.
+            transform_passes=[_sizes_to_their_users] if _vary(programs.values()) else None,
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
+        for name, method in methods.items():
+            method.renumber(_called(edge.exported_program(name)))
+        report(f"{', '.join(programs)}: plan memory")
         program = _planned(edge, resident)
     except ExportError:
         raise
@@ -81,7 +110,30 @@ def write(
         files[path.with_name(f"{name}.ptd")] = bytes(data)
     _check(path.name, files)
     _replace(files)
-    return Exported(path, tuple(p for p in files if p != path))
+    split = Split(tuple(row for method in methods.values() for row in method.rows.values()))
+    return Exported(path, tuple(p for p in files if p != path), split)
+
+
+def _vary(programs: Iterable[ExportedProgram]) -> bool:
+    """Whether there are sizes that are known only when a method is called."""
+    return any(
+        isinstance(value, torch.SymInt)
+        or (isinstance(value, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape))
+        for program in programs
+        for node in program.graph.nodes
+        for value in [node.meta.get("val")]
+    )
+
+
+def _called(program: ExportedProgram) -> list[set[str]]:
+    """The names of the operators in each island, in the order of the calls."""
+    found = []
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target is executorch_call_delegate:
+            lowered = getattr(program.graph_module, node.args[0].target)
+            graph = lowered.original_module.graph
+            found.append({n.name for n in graph.nodes if n.op == "call_function"})
+    return found
 
 
 def _planned(edge: Any, resident: bool) -> Any:
@@ -152,6 +204,7 @@ def _exported(name: str, model: Any, inputs: Any, shapes: Any) -> ExportedProgra
         )
     if model.training:
         raise ExportError(f"{name}: expected a model in eval mode, got one in training; call model.eval()")
+    report(f"{name}: trace")
     with torch.no_grad():
         try:
             return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=True)

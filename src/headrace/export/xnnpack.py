@@ -1,0 +1,78 @@
+"""XNNPACK: what stock ExecuTorch's partitioner takes, one operator with its weights at a time. Imports torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir.backend.canonical_partitioners.config_partitioner import format_target_name
+from torch.export import ExportedProgram
+
+from .node import operator
+from .partition import Lowering
+
+__all__ = ["XnnpackLowering"]
+
+# What XNNPACK computes along with the operator before it, and what it can do without.
+FUSED = {"aten.relu.default", "aten.hardtanh.default"}
+
+
+class XnnpackLowering(Lowering):
+    """``keeps``, ``refuses`` and ``companions`` are the stock partitioner's; islands grow by our rules."""
+
+    backend = "XnnpackBackend"
+
+    def __init__(self, claims: Any, plan: Any) -> None:
+        super().__init__(claims, plan)
+        self.stock = XnnpackPartitioner()
+
+    def _config(self, node: torch.fx.Node) -> Any:
+        name = getattr(node.target, "__name__", None)
+        return self.stock.target_partitioner_configs.get(format_target_name(name)) if name else None
+
+    def refuses(self, node: torch.fx.Node, program: ExportedProgram) -> str | None:
+        config = self._config(node)
+        if config is None:
+            return "XNNPACK has no such operator, or none that stands alone"
+        if config.check_constraints(node, program):
+            state = self._state(node, program)
+            return f"{', '.join(state)} is state, and XNNPACK's weights are constants" if state else None
+        return _reason(config, node) or "its shapes or dtypes"
+
+    def _state(self, node: torch.fx.Node, program: ExportedProgram) -> list[str]:
+        """Buffers that the method writes, among what XNNPACK would take for weights."""
+        signature = program.graph_signature
+        written = set(signature.buffers_to_mutate.values())
+        deps = self._config(node).get_partition(node, program)
+        return [n.name for n in deps if signature.inputs_to_buffers.get(n.name) in written]
+
+    def companions(self, node: torch.fx.Node, program: ExportedProgram) -> Sequence[torch.fx.Node]:
+        found = self._config(node).get_partition(node, program)
+        return [n for n in found if n is not node and not (n in node.users and operator(n) in FUSED)]
+
+    def guests(self, node: torch.fx.Node, program: ExportedProgram) -> Sequence[torch.fx.Node]:
+        found = self._config(node).get_partition(node, program)
+        return [n for n in found if n in node.users and operator(n) in FUSED]
+
+    def keeps(self, program: ExportedProgram) -> tuple[list[Any], Callable[[torch.fx.Node], bool] | None]:
+        operators, supported = self.stock.ops_to_not_decompose(program)
+        if self.claims.everything:
+            return operators, supported
+
+        def wanted(node: torch.fx.Node) -> bool:
+            return (supported is None or supported(node)) and self._claims(node)
+
+        return operators, wanted
+
+
+def _reason(config: Any, node: torch.fx.Node) -> str | None:
+    """What the stock partitioner's checks last said; each of its modules has a ``why`` that remembers."""
+    for kind in type(config).__mro__:
+        why = getattr(sys.modules.get(kind.__module__), "why", None)
+        if getattr(why, "node", None) is node:
+            reason = str(why.reason)  # type: ignore[union-attr]
+            return reason[:1].lower() + reason[1:]
+    return None
