@@ -7,7 +7,8 @@ PyTorch answers. Both need torch; this module does not, so the tests that run pr
     program = programs.load("mlp_portable")
     for call in program.calls: ...           # method, inputs, outputs as the exporter's process saw them
 
-``programs.AOTI`` holds those of AOTInductor: ``programs.AOTI.load("mlp")``.
+``programs.AOTI`` holds those of AOTInductor: ``programs.AOTI.load("mlp")``; ``programs.SPLIT`` those that are split over
+several delegates: ``programs.SPLIT.load("branches.xnnpack")``.
 
 A folder's name is a hash over the sources here and the pinned versions, so a stale export is never
 mistaken for a current one.
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AOTI",
     "PINS",
+    "SPLIT",
     "STOCK",
     "Call",
     "Collection",
@@ -123,17 +125,20 @@ class Program:
 @dataclass(frozen=True)
 class Collection:
     """A set of programs that one script exports: ``python -m MODULE ARGUMENTS``. ``sources`` are the files, beside
-    ``PINS``, that the result depends on."""
+    ``PINS``, that the result depends on; ``variables`` are those of the environment."""
 
     module: str
     sources: tuple[Path, ...]
     arguments: Callable[[], list[str]] = list
+    variables: tuple[str, ...] = ()
 
     def folder(self) -> Path:
         """Where the export of exactly these sources lies, or will lie."""
         digest = hashlib.sha256(json.dumps(PINS, sort_keys=True).encode())
         for source in self.sources:
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+        for variable in self.variables:
+            digest.update(f"{variable}={os.environ.get(variable, '')}".encode() + b"\0")
         return ROOT / "build" / "programs" / digest.hexdigest()[:16]
 
     def ensure(self) -> Path:
@@ -193,6 +198,18 @@ AOTI = Collection(
         *sorted((ROOT / "src" / "headrace" / "export").glob("*.py")),
     ),
     package_folders,
+)
+SPLIT = Collection(
+    "tests.programs.export_split",
+    (
+        *(
+            HERE / f"{name}.py"
+            for name in ("aoti", "export", "export_aoti", "export_split", "split", "steps")
+        ),
+        *sorted((ROOT / "src" / "headrace" / "export").glob("*.py")),
+    ),
+    package_folders,
+    ("HEADRACE_ALL_SPLITS",),
 )
 
 

@@ -23,14 +23,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import pte
-from ..errors import ExportError
+from ..errors import ExportError, OptionError
 from .delegates import Aoti, Claims, ExportDelegate, Node, Plan, Python, Xnnpack
 from .split import Island, Split, SplitNode
 from .target import Target
+from .verification import Deviation, Verification, Verify
 
 __all__ = [
     "Aoti",
     "Claims",
+    "Deviation",
     "ExportDelegate",
     "Exported",
     "Island",
@@ -40,6 +42,8 @@ __all__ = [
     "Split",
     "SplitNode",
     "Target",
+    "Verification",
+    "Verify",
     "Xnnpack",
     "export",
 ]
@@ -47,12 +51,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the program, the data files that belong to it, and which node went where (printed, ``split``
-    is a table)."""
+    """What was written: the program, and the data files that belong to it. ``split`` says which node went where;
+    printed, it is a table. ``verification`` says what was compared with eager PyTorch, None where nothing was."""
 
     path: Path
     data: tuple[Path, ...]
     split: Split
+    verification: Verification | None
 
     @property
     def file(self) -> pte.ProgramFile:
@@ -71,6 +76,7 @@ def export(
     device: str | None = "cuda:0",
     resident: bool = False,
     weights: Literal["inside", "beside"] = "inside",
+    verify: bool | Verify = True,
     progress: Callable[[str], None] | None = None,
 ) -> Exported:
     """Write ``model`` to ``path`` and return what was written. Compiling takes seconds to minutes.
@@ -87,6 +93,8 @@ def export(
     resident        inputs and outputs are device memory of the caller's, bound without a copy. Not for methods
                     with state, which lies on the host
     weights         ``beside``: the constants of AOTInductor's islands go to a data file, ``path`` with the suffix ``.ptd``
+    verify          run the result in a fresh process without torch, on ``cpu`` and ``sim`` (on the GPU, for a GPU's
+                    code), and compare it with eager PyTorch before anything is written; ``Verify`` says how
     progress        called with one line of text for each stage and each island
 
     Mutable buffers are state of the method: they start as they are in the model, and advance once a call.
@@ -94,23 +102,23 @@ def export(
     Raises ExportError (``.node`` names the graph node), OptionError for an option, OSError where the files
     cannot be written.
     """
+    if not isinstance(verify, (bool, Verify)):
+        raise OptionError(f"verify: expected True, False or Verify(…), got {verify!r}")
     try:
-        from .program import write
+        from .program import Options, write
     except ModuleNotFoundError as error:
         raise ExportError(
             f"export: expected torch 2.13 and ExecuTorch 1.5.1, got no module {error.name!r}; install both "
             "(docs/export.md)"
         ) from error
 
-    return write(
-        model,
-        example_inputs,
+    options = Options(
         path=Path(path),
-        delegates=delegates,
+        delegates=tuple(delegates),
         target=target if isinstance(target, Target) else Target.parse(target),
-        dynamic_shapes=dynamic_shapes,
         device=device,
         resident=resident,
         weights=weights,
-        progress=progress,
+        verify=verify if isinstance(verify, Verify) else (Verify() if verify else None),
     )
+    return write(model, example_inputs, dynamic_shapes, options, progress)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..errors import OptionError
+from ..errors import ExportError, OptionError
 from .target import Target
 
 __all__ = ["Aoti", "Claims", "ExportDelegate", "Node", "Plan", "Python", "Xnnpack"]
@@ -102,8 +102,18 @@ class Claims:
             return f"among exclude={list(self.exclude)}"
         if self.modules is not None and not _inside(node.module, self.modules):
             return f"not in modules={list(self.modules)}"
-        if self.predicate is not None and not self.predicate(node):
-            return f"predicate {getattr(self.predicate, '__qualname__', repr(self.predicate))} says no"
+        if self.predicate is not None:
+            name = getattr(self.predicate, "__qualname__", repr(self.predicate))
+            try:
+                claimed = self.predicate(node)
+            except Exception as error:
+                raise ExportError(
+                    f"{node.name} ({node.operator}): expected predicate {name} to say whether it is claimed, got "
+                    f"{type(error).__name__}: {error}",
+                    node=node.name,
+                ) from error
+            if not claimed:
+                return f"predicate {name} says no"
         return None
 
     @property

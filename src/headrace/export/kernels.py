@@ -8,6 +8,7 @@ import operator as builtin
 import torch
 from executorch.exir.dialects.edge._ops import EdgeOpOverload
 from executorch.exir.graph_module import get_control_flow_submodules
+from executorch.exir.operator.convert import to_out_variant
 
 from .. import pte
 from .node import operator
@@ -41,16 +42,18 @@ def has_kernel(node: torch.fx.Node) -> bool:
     """Whether the engine can run the operator itself. Control flow counts as covered; what is in its branches is for
     ``branches`` to say."""
     target = node.target
-    if isinstance(target, EdgeOpOverload):
-        try:
-            out = target.to_out_variant()
-        except RuntimeError:
-            return operator(node).startswith(REMOVED) or _name(target._op) in KERNELS
-        return _name(out) in KERNELS or operator(node).startswith(REMOVED)
     if isinstance(target, torch._ops.HigherOrderOperator):
         return target.name() in CONTROL_FLOW or "delegate" in target.name()
+    if isinstance(target, EdgeOpOverload):
+        target = target._op
     if isinstance(target, torch._ops.OpOverload):
-        return _name(target) in KERNELS or operator(node).startswith(REMOVED)
+        if _name(target) in KERNELS or operator(node).startswith(REMOVED):
+            return True
+        try:
+            out, _ = to_out_variant(target)
+        except RuntimeError:
+            return False
+        return _name(out) in KERNELS
     # Arithmetic on sizes, and taking one of several results.
     return target is builtin.getitem or getattr(target, "__module__", "") in ("_operator", "math", "torch")
 

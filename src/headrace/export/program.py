@@ -6,6 +6,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,74 +22,85 @@ from torch.export import ExportedProgram
 from torch.fx.passes.infra.pass_base import PassResult
 
 from .. import pte
-from ..errors import ExportError, OptionError
-from . import Claims, ExportDelegate, Exported, Plan, Split, aoti, payload
+from ..errors import ExportError, HeadraceError, OptionError
+from . import Claims, ExportDelegate, Exported, Plan, Split, Verification, Verify, aoti, payload, verify
 from .partition import Method, partitioners
 from .progress import report, reporting
 from .target import Target
 
-__all__ = ["write"]
+__all__ = ["Options", "write"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``headrace.export`` that are not the model; the contract is there."""
+
+    path: Path
+    delegates: tuple[ExportDelegate | Claims, ...]
+    target: Target
+    device: str | None
+    resident: bool
+    weights: str
+    verify: Verify | None
+
+    def __post_init__(self) -> None:
+        if self.weights not in ("inside", "beside"):
+            raise OptionError(f"weights: expected 'inside' or 'beside', got {self.weights!r}")
+        if self.device is None and self.resident:
+            raise OptionError("resident: expected a device, got device=None; name one, or leave resident out")
+        for delegate in self.delegates:
+            if isinstance(delegate, type) or not (
+                isinstance(delegate, Claims) or hasattr(delegate, "partitioner")
+            ):
+                raise OptionError(f"delegates: expected Aoti(), Xnnpack(), Python(…), …, got {delegate!r}")
 
 
 def write(
     model: Any,
     example_inputs: Any,
-    *,
-    path: Path,
-    delegates: Sequence[ExportDelegate | Claims],
-    target: Target,
     dynamic_shapes: Any,
-    device: str | None,
-    resident: bool,
-    weights: str,
+    options: Options,
     progress: Callable[[str], None] | None,
 ) -> Exported:
-    """``headrace.export`` behind its arguments' defaults; the contract is there."""
+    """``headrace.export`` behind its arguments' defaults."""
     with reporting(progress):
-        return _write(
-            model, example_inputs, path, delegates, target, dynamic_shapes, device, resident, weights
-        )
+        models, inputs, shapes = _methods(model, example_inputs, dynamic_shapes)
+        programs = {
+            name: _exported(name, models[name], inputs.get(name), shapes.get(name)) for name in models
+        }
+        # Before anything is compiled. What a method writes is known once its in-place operators are gone.
+        if options.resident and (state := _state(p.run_decompositions({}) for p in programs.values())):
+            raise ExportError(
+                f"resident: expected methods without state, got mutable buffers {', '.join(state)}; export without "
+                "resident=True",
+                node=state[0],
+            )
+        files, split = _built(programs, options)
+        said = None
+        if options.verify is not None:
+            calls = verify.calls_of(options.verify, models, inputs, programs)
+            said = _verified(programs, options, files, split, calls)
+        _replace(files)
+        return Exported(options.path, tuple(p for p in files if p != options.path), split, said)
 
 
-def _write(
-    model: Any,
-    example_inputs: Any,
-    path: Path,
-    delegates: Sequence[ExportDelegate | Claims],
-    target: Target,
-    dynamic_shapes: Any,
-    device: str | None,
-    resident: bool,
-    weights: str,
-) -> Exported:
-    if weights not in ("inside", "beside"):
-        raise OptionError(f"weights: expected 'inside' or 'beside', got {weights!r}")
-    if device is None and resident:
-        raise OptionError("resident: expected a device, got device=None; name one, or leave resident out")
-    data_file = path.stem if weights == "beside" else None
-    models, inputs, shapes = _methods(model, example_inputs, dynamic_shapes)
-    programs = {name: _exported(name, models[name], inputs.get(name), shapes.get(name)) for name in models}
-    # Before anything is compiled. What a method writes is known once its in-place operators are gone.
-    if resident and (state := _state(p.run_decompositions({}) for p in programs.values())):
-        raise ExportError(
-            f"resident: expected methods without state, got mutable buffers {', '.join(state)}; export without "
-            "resident=True",
-            node=state[0],
-        )
-    for delegate in delegates:
-        if not isinstance(delegate, Claims) and not hasattr(delegate, "partitioner"):
-            raise OptionError(f"delegates: expected Aoti(), Xnnpack(), Python(…), …, got {delegate!r}")
+def _built(programs: Mapping[str, ExportedProgram], options: Options) -> tuple[dict[Path, bytes], Split]:
+    """The files, the program first, and the split."""
+    path = options.path
     methods = {name: Method(name) for name in programs}
+    data_file = path.stem if options.weights == "beside" else None
     asked = {
         name: partitioners(
-            delegates, Plan(method=name, target=target, device=device, data_file=data_file), methods[name]
+            options.delegates,
+            Plan(method=name, target=options.target, device=options.device, data_file=data_file),
+            methods[name],
         )
         for name in programs
     }
     try:
         report(f"{', '.join(programs)}: split and lower")
         edge = to_edge_transform_and_lower(
-            programs,
+            dict(programs),
             partitioner=asked,
             # Without sizes that vary there are none to compute.
             transform_passes=[_sizes_to_their_users] if _vary(programs.values()) else None,
@@ -97,8 +109,8 @@ def _write(
         for name, method in methods.items():
             method.renumber(_called(edge.exported_program(name)))
         report(f"{', '.join(programs)}: plan memory")
-        program = _planned(edge, resident)
-    except ExportError:
+        program = _planned(edge, options.resident)
+    except HeadraceError:
         raise
     except Exception as error:
         raise ExportError(
@@ -108,10 +120,56 @@ def _write(
     files = {path: program.buffer}
     for name, data in (program._tensor_data or {}).items():
         files[path.with_name(f"{name}.ptd")] = bytes(data)
-    _check(path.name, files)
-    _replace(files)
     split = Split(tuple(row for method in methods.values() for row in method.rows.values()))
-    return Exported(path, tuple(p for p in files if p != path), split)
+    _check(path.name, files)
+    verify.check_plan(path.name, pte.read(files[path]), split)
+    return files, split
+
+
+def _verified(
+    programs: Mapping[str, ExportedProgram],
+    options: Options,
+    files: Mapping[Path, bytes],
+    split: Split,
+    calls: Sequence[verify.Call],
+) -> Verification:
+    """Run ``files`` where they can run; GPU code without a GPU here is verified by the same split for the host."""
+    assert options.verify is not None
+    modules = [m for m in (getattr(d, "module", None) for d in options.delegates) if m is not None]
+    name = options.path.name
+
+    def run(files: Mapping[Path, bytes], devices: Sequence[tuple[str, Any]]) -> tuple[Verification, Any]:
+        return verify.run(
+            options.verify or Verify(),
+            name,
+            files,
+            calls,
+            devices,
+            resident=options.resident,
+            ordered=any(island.device != "cpu" for island in split.islands),
+            modules=modules,
+        )
+
+    if options.target.kind == "host":
+        return run(files, verify.HOST)[0]
+    said, missing = run(files, verify.GPU)
+    if not missing:
+        return said
+    report(f"{name}: no GPU here; the same split for the host")
+    twin, twin_split = _built(programs, replace(options, target=Target()))
+    if different := [a.name for a, b in zip(split, twin_split, strict=False) if a != b]:
+        raise ExportError(
+            f"{name}: expected the split for the host to be that for {options.target.kind}, got another for "
+            f"{', '.join(different[:8])}; verify it on a GPU, or leave it out, verify=False",
+            node=different[0],
+        )
+    said = run(twin, verify.HOST)[0]
+    (why,) = missing.values()
+    return replace(
+        said,
+        note=f"no GPU here ({why}): structure, constants and plan of the program were checked, and the same split was "
+        "compiled for the host and run",
+    )
 
 
 def _vary(programs: Iterable[ExportedProgram]) -> bool:
