@@ -76,6 +76,7 @@ Instance::Instance(const ProgramCore& core, const MethodPlan& plan, Shared& shar
     output_is_caller_memory_.push_back(t != nullptr && t->storage == Storage::kNone && !also_input &&
                                        !twice && !moved);
     output_is_final_.push_back(!read_later(value));
+    output_place_is_its_own_.push_back(!place_is_shared(value));
   }
   for (int32_t value : plan.inputs) {
     // A kernel's result is its last argument.
@@ -132,6 +133,23 @@ bool Instance::read_later(int32_t value) const {
     }
   }
   return instructions > 1 || plan_.loops;
+}
+
+bool Instance::place_is_shared(int32_t value) const {
+  const TensorPlan* own = plan_.tensor_of(value);
+  if (own == nullptr || own->storage != Storage::kPlanned) return false;
+  for (const auto& chain : plan_.chains) {
+    for (const Instruction& in : chain) {
+      if (in.kind != InstructionKind::kKernel || in.args.empty() || in.args.back() == value) continue;
+      if (plan_.operators[static_cast<size_t>(in.target)] != "et_copy::_d2h_copy.out") continue;
+      const TensorPlan* other = plan_.tensor_of(in.args.back());
+      if (other != nullptr && other->storage == Storage::kPlanned && other->memory_id == own->memory_id &&
+          other->memory_offset == own->memory_offset) {
+        return true;
+      }
+    }
+  }
+  return false;
 }
 
 Status Instance::allocate() {

@@ -11,7 +11,7 @@ from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPar
 from executorch.exir.backend.canonical_partitioners.config_partitioner import format_target_name
 from torch.export import ExportedProgram
 
-from .node import operator
+from .node import operator, viewed
 from .partition import Lowering
 
 __all__ = ["XnnpackLowering"]
@@ -37,6 +37,9 @@ class XnnpackLowering(Lowering):
         config = self._config(node)
         if config is None:
             return "XNNPACK has no such operator, or none that stands alone"
+        if any(shape == () for _, shape in (*viewed(node).inputs, *viewed(node).outputs)):
+            # Accepted by the exporter; the engine's XNNExecutor then fails at every call (ExecuTorch 1.5.1).
+            return "a tensor without dimensions, which XNNPACK cannot be called with"
         if config.check_constraints(node, program):
             state = self._state(node, program)
             return f"{', '.join(state)} is state, and XNNPACK's weights are constants" if state else None
