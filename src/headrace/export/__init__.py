@@ -64,6 +64,13 @@ class Exported:
         """What the program says, read from the file."""
         return pte.read(self.path)
 
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Write the split as a picture, SVG: operators by island in the colour of their delegate, and in red what
+        goes from one device to another. Raises OSError."""
+        from .plot import svg
+
+        Path(path).write_text(svg(self.split), encoding="utf-8")
+
 
 def export(
     model: Any,

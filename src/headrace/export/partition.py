@@ -85,6 +85,7 @@ class Method:
         self.name = name
         self.rows: dict[str, SplitNode] = {}
         self.islands = 0
+        self.constants: frozenset[str] = frozenset()
 
     def add(
         self,
@@ -96,7 +97,7 @@ class Method:
         device: str | None = None,
     ) -> None:
         """Say where ``node`` went. What was said before, by delegates that did not take it, is kept in front."""
-        view = viewed(node)
+        view, constants = viewed(node), self.constants
         earlier = self.rows.get(node.name)
         outputs = [f"{dtype}[{', '.join(map(str, shape))}]" for dtype, shape in view.outputs]
         self.rows[node.name] = SplitNode(
@@ -109,7 +110,9 @@ class Method:
             why="; ".join(filter(None, [earlier.why if earlier else "", why])),
             module=view.module,
             source=view.source,
-            inputs=tuple(n.name for n in node.all_input_nodes if n.op != "get_attr"),
+            inputs=tuple(
+                n.name for n in node.all_input_nodes if n.op != "get_attr" and n.name not in constants
+            ),
             result=outputs[0] if outputs else "",
             nbytes=_nbytes(node),
         )
@@ -143,6 +146,16 @@ class Method:
             name: row if row.island is None else replace(row, island=numbers[row.island])
             for name, row in self.rows.items()
         }
+
+
+def _constants(program: ExportedProgram) -> frozenset[str]:
+    """Placeholders that are no arguments of the method and no state."""
+    signature = program.graph_signature
+    written = set(signature.buffers_to_mutate.values())
+    buffers = [name for name, buffer in signature.inputs_to_buffers.items() if buffer not in written]
+    return frozenset(
+        [*signature.inputs_to_parameters, *buffers, *signature.inputs_to_lifted_tensor_constants]
+    )
 
 
 def _nbytes(node: torch.fx.Node) -> int:
@@ -216,6 +229,7 @@ class _Split(Partitioner):  # type: ignore[misc]
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         self.done = True
+        self.method.constants = _constants(exported_program)
         tags = _planned(exported_program, self.lowerings, self.method)
         if self.last:
             _refuse_uncovered(exported_program, self.method)
@@ -260,6 +274,7 @@ class _Foreign(Partitioner):  # type: ignore[misc]
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         self.done = True
+        self.method.constants = _constants(exported_program)
         result: PartitionResult = self.inner.partition(exported_program)
         numbers: dict[str, int] = {}
         who = type(self.inner).__name__
