@@ -32,6 +32,7 @@ from . import aoti, doctor, pte
 from .audit import command as audit
 from .audit import fatbin
 from .errors import HeadraceError, InputError, OptionError
+from .export import command as export_command
 from .program import Method, ValueInfo
 
 __all__ = ["main"]
@@ -438,6 +439,23 @@ def _run(args: argparse.Namespace) -> int:
         return DIFFERS if different else OK
 
 
+# ---------------------------------------------------------------- export
+
+
+def _export(args: argparse.Namespace) -> int:
+    module, _, _ = args.model.partition(":")
+    _import([module])
+    exported = export_command.run(args)
+    if args.json:
+        _print_json("export", export_command.described(exported))
+        return OK
+    print(exported.split)
+    print(exported.verification or "not verified")
+    for path in (exported.path, *exported.data):
+        print(f"{path}: {path.stat().st_size} bytes")
+    return OK
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="headrace", description=headrace.__doc__, epilog=(__doc__ or "").split("\n\n", 1)[1]
@@ -506,6 +524,10 @@ def _parser() -> argparse.ArgumentParser:
         help="a Python module that defines delegates; may be repeated",
     )
     one.set_defaults(run=_run)
+
+    one = commands.add_parser("export", help="a PyTorch model becomes a program; needs torch and ExecuTorch")
+    export_command.add_arguments(one)
+    one.set_defaults(run=_export)
 
     one = commands.add_parser("audit", help="check a CUDA wheel, or decide what a build row means")
     audit.add_arguments(one)

@@ -18,14 +18,16 @@ from .split import KERNELS, Split, SplitNode
 
 __all__ = ["svg"]
 
-# Pixels. An island of more operators than DETAIL is drawn as a field of squares.
-DETAIL, ACROSS = 60, 48
+# An island of more operators than this is drawn as a field of squares, so many in a row: in a method of at most
+# SMALL operators, and in a larger one.
+DETAIL, DETAIL_OF_LARGE, SMALL, ACROSS = 60, 12, 300, 48
+# Pixels.
 CHARACTER, LINE, PAD, GAP, SQUARE = 6.3, 18, 10, 34, 11
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d")
 STYLE = """
   text { font: 11px ui-monospace, monospace; fill: #222 } .title { font-weight: bold; font-size: 12px }
   .edge { fill: none; stroke: #9aa0a6; stroke-width: 1 } .cross { fill: none; stroke: #d62728; stroke-width: 1.8;
-  stroke-dasharray: 5 3 } .label { fill: #d62728; font-size: 10px; paint-order: stroke; stroke: #fff; stroke-width: 3px }
+  stroke-dasharray: 5 3 } .label { fill: #d62728; font-size: 10px }
   .box { stroke-width: 1.5 } .op { stroke: #fff; stroke-width: 1 }
 """
 
@@ -38,6 +40,7 @@ class _Box:
     colour: str
     device: str
     nodes: list[SplitNode]
+    most: int = DETAIL
     layers: list[list[SplitNode]] = field(default_factory=list)
     x: float = 0
     y: float = 0
@@ -46,7 +49,7 @@ class _Box:
 
     @property
     def detailed(self) -> bool:
-        return len(self.nodes) <= DETAIL
+        return len(self.nodes) <= self.most
 
 
 def svg(split: Split) -> str:
@@ -112,6 +115,7 @@ def _method(
         own = [producers[1][i] for i in run]
         boxes.append(_Box(f"CPU kernels · {_count(nodes, own)}", "#8a8f94", "cpu", [nodes[i] for i in own]))
     for box in boxes:
+        box.most = DETAIL if len(nodes) <= SMALL else DETAIL_OF_LARGE
         of.update({n.name: box for n in box.nodes})
     for name in dict.fromkeys(p for n in nodes for p in n.inputs if p not in of):
         of[name] = _Box(name, "#5f6368", "cpu", [])
