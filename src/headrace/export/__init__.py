@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from .. import pte
 from ..errors import ExportError, OptionError
+from .cache import folder_of
 from .delegates import Aoti, Claims, ExportDelegate, Node, Plan, Python, Xnnpack
 from .split import Island, Split, SplitNode
 from .target import Target
@@ -84,6 +85,7 @@ def export(
     resident: bool = False,
     weights: Literal["inside", "beside"] = "inside",
     verify: bool | Verify = True,
+    cache: bool | str | os.PathLike[str] = True,
     progress: Callable[[str], None] | None = None,
 ) -> Exported:
     """Write ``model`` to ``path`` and return what was written. Compiling takes seconds to minutes.
@@ -102,6 +104,8 @@ def export(
     weights         ``beside``: the constants of AOTInductor's islands go to a data file, ``path`` with the suffix ``.ptd``
     verify          run the result in a fresh process without torch, on ``cpu`` and ``sim`` (on the GPU, for a GPU's
                     code), and compare it with eager PyTorch before anything is written; ``Verify`` says how
+    cache           keep what AOTInductor compiled, by content, in a folder: this one, or the user's
+                    (``$XDG_CACHE_HOME/headrace``; ``HEADRACE_EXPORT_CACHE=0`` in the environment turns it off); False: not
     progress        called with one line of text for each stage and each island
 
     Mutable buffers are state of the method: they start as they are in the model, and advance once a call.
@@ -127,5 +131,6 @@ def export(
         resident=resident,
         weights=weights,
         verify=verify if isinstance(verify, Verify) else (Verify() if verify else None),
+        cache=folder_of(cache, os.environ),
     )
     return write(model, example_inputs, dynamic_shapes, options, progress)

@@ -28,6 +28,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 
 from ..errors import ExportError
 from ..pte import INPUTS_SPEC
+from . import content
 from .inductor import compile_program
 from .partition import Lowering
 from .payload import CPU, Constant, encode
@@ -141,7 +142,7 @@ def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) 
     inputs = _inputs(method, edge_program)
     host = {"version": HOST_SPEC_VERSION, "march": target.march, **_shapes(method, edge_program, inputs)}
     weights = {**edge_program.state_dict, **edge_program.constants}
-    compiled = compile_program(method, edge_program, target)
+    compiled = content.compiled(method, edge_program, target, compile_program)
 
     store = NamedDataStore()
     library_key = hashlib.sha256(compiled.library).hexdigest() + "_so_blob"

@@ -44,6 +44,7 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
         "--weights", choices=("inside", "beside"), default="inside", help="beside: in a .ptd file"
     )
     one.add_argument("--no-verify", action="store_true", help="do not compare the result with eager PyTorch")
+    one.add_argument("--no-cache", action="store_true", help="compile every island anew, and keep none")
     one.add_argument("--rtol", type=float, help="relative tolerance of the verification (default: by dtype)")
     one.add_argument("--atol", type=float, help="absolute tolerance of the verification (default: by dtype)")
     one.add_argument("--python", help="the interpreter that verifies; it needs headrace, not torch")
@@ -146,6 +147,7 @@ def run(args: argparse.Namespace) -> Exported:
         device=None if args.device == "none" else args.device,
         resident=args.resident,
         weights=args.weights,
+        cache=not args.no_cache,
         progress=None if args.quiet else lambda line: print(line, file=sys.stderr, flush=True),
         **options,
     )

@@ -24,6 +24,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from .. import pte
 from ..errors import ExportError, HeadraceError, OptionError
 from . import Claims, ExportDelegate, Exported, Plan, Split, Verification, Verify, aoti, payload, verify
+from .cache import using
 from .partition import Method, partitioners
 from .progress import report, reporting
 from .target import Target
@@ -42,6 +43,7 @@ class Options:
     resident: bool
     weights: str
     verify: Verify | None
+    cache: Path | None
 
     def __post_init__(self) -> None:
         if self.weights not in ("inside", "beside"):
@@ -63,7 +65,7 @@ def write(
     progress: Callable[[str], None] | None,
 ) -> Exported:
     """``headrace.export`` behind its arguments' defaults."""
-    with reporting(progress):
+    with reporting(progress), using(options.cache):
         models, inputs, shapes = _methods(model, example_inputs, dynamic_shapes)
         programs = {
             name: _exported(name, models[name], inputs.get(name), shapes.get(name)) for name in models
