@@ -35,3 +35,11 @@ class Steps(headrace.Delegate, name=NAMES[0]):
 
 class OtherSteps(Steps, name=NAMES[1]):
     pass
+
+
+class WrongSteps(Steps, name="StepsWrong"):
+    """Half off: what a verification has to find."""
+
+    def load(self, payload: bytes, context: headrace.delegate.Context) -> None:
+        right = steps.compile(payload)
+        self.compute = lambda arrays: [array + np.asarray(0.5, array.dtype) for array in right(arrays)]

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..errors import OptionError
+from ..errors import ExportError, OptionError
 from . import Exported, export
 from .delegates import Aoti, Claims, Python, Xnnpack
+from .target import Target
 from .verification import Verify
 
 __all__ = ["add_arguments", "described", "run"]
@@ -64,7 +65,12 @@ def _called(name: str) -> Any:
         made = getattr(made, part)
     if not callable(made):
         raise OptionError(f"export: expected {name} to be a callable, got {type(made).__name__}")
-    return made()
+    try:
+        return made()
+    except Exception as error:  # the module's own code runs
+        raise ExportError(
+            f"export: expected {name} to make a model, got {type(error).__name__}: {error}"
+        ) from error
 
 
 def _delegate(text: str) -> Claims:
@@ -110,6 +116,8 @@ READ: dict[str, Callable[[str], Any]] = {"min_size": int, "merge": _yes, "module
 
 def run(args: argparse.Namespace) -> Exported:
     """Export what ``args`` say. Raises OptionError, and what ``headrace.export`` raises."""
+    delegates = [_delegate(text) for text in args.delegates]
+    target = Target.parse(args.target)
     made = _called(args.model)
     options: dict[str, Any] = {}
     if isinstance(made, Mapping):
@@ -126,8 +134,8 @@ def run(args: argparse.Namespace) -> Exported:
         raise OptionError(
             f"export: expected {args.model} to give (model, example_inputs) or a mapping, got {type(made).__name__}"
         )
-    if args.delegates:
-        options["delegates"] = [_delegate(text) for text in args.delegates]
+    if delegates:
+        options["delegates"] = delegates
     if args.no_verify:
         options["verify"] = False
     elif args.rtol is not None or args.atol is not None or args.python is not None:
@@ -143,7 +151,7 @@ def run(args: argparse.Namespace) -> Exported:
         options.pop("model"),
         options.pop("example_inputs"),
         path=args.output,
-        target=args.target,
+        target=target,
         device=None if args.device == "none" else args.device,
         resident=args.resident,
         weights=args.weights,

@@ -69,11 +69,15 @@ def calls_of(
             sets.append(("random inputs", (_random(program, sets[0][1][0]), sets[0][1][1])))
         else:
             sets += [(f"inputs {i}", (tuple(args), {})) for i, args in enumerate(given.get(name, ()))]
-        module = _eager(model, program)
-        for said, (args, kwargs) in sets:
-            flat = pytree.tree_leaves((args, kwargs))
-            # Kept before the call: a model may write into its arguments.
-            inputs = tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in flat)
+        # What a method writes is known once its in-place operators are gone.
+        signature = program.run_decompositions({}).graph_signature
+        module = _eager(model, bool(signature.buffers_to_mutate))
+        for said, given_now in sets:
+            # A model may write into its arguments, which are the caller's.
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), given_now)
+            inputs = tuple(
+                v.clone() if isinstance(v, torch.Tensor) else v for v in pytree.tree_leaves((args, kwargs))
+            )
             with torch.no_grad():
                 try:
                     outputs = module(*args, **kwargs)
@@ -82,11 +86,24 @@ def calls_of(
                         f"{name}, verification with {said}: expected the model to run, got "
                         f"{type(error).__name__}: {error}; give inputs that it takes, Verify(inputs=…)"
                     ) from error
-            leaves = [
-                v.detach().clone() if isinstance(v, torch.Tensor) else v for v in pytree.tree_leaves(outputs)
-            ]
-            found.append(Call(name, said, inputs, tuple(leaves)))
+            # What a model writes into its arguments, a program gives back before its results.
+            written = [pytree.tree_leaves((args, kwargs))[i] for i in _written(signature)]
+            leaves = [*written, *pytree.tree_leaves(outputs)]
+            found.append(
+                Call(
+                    name,
+                    said,
+                    inputs,
+                    tuple(v.detach().clone() if isinstance(v, torch.Tensor) else v for v in leaves),
+                )
+            )
     return found
+
+
+def _written(signature: Any) -> list[int]:
+    """Which of the flat inputs the method writes, in the order in which it gives them back."""
+    place = {name: i for i, name in enumerate(signature.user_inputs)}
+    return [place[name] for name in signature.user_inputs_to_mutate.values()]
 
 
 def _example(name: str, program: ExportedProgram, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -100,11 +117,11 @@ def _example(name: str, program: ExportedProgram, inputs: Any) -> tuple[tuple[An
     return tuple(args), dict(kwargs)
 
 
-def _eager(model: Any, program: ExportedProgram) -> Any:
+def _eager(model: Any, has_state: bool) -> Any:
+    """What to call: a copy where calling it changes it."""
     if isinstance(model, ExportedProgram):
         return copy.deepcopy(model).module()
-    signature = program.run_decompositions({}).graph_signature if list(model.buffers()) else None
-    return copy.deepcopy(model) if signature is not None and signature.buffers_to_mutate else model
+    return copy.deepcopy(model) if has_state else model
 
 
 def _random(program: ExportedProgram, args: tuple[Any, ...]) -> tuple[Any, ...]:
