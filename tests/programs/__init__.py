@@ -125,12 +125,14 @@ class Program:
 @dataclass(frozen=True)
 class Collection:
     """A set of programs that one script exports: ``python -m MODULE ARGUMENTS``. ``sources`` are the files, beside
-    ``PINS``, that the result depends on; ``variables`` are those of the environment."""
+    ``PINS``, that the result depends on; ``variables`` are those of the environment. ``listed``
+    gives the programs' names where they are not those of the models in the sources."""
 
     module: str
     sources: tuple[Path, ...]
     arguments: Callable[[], list[str]] = list
     variables: tuple[str, ...] = ()
+    listed: Callable[[], list[str]] | None = None
 
     def folder(self) -> Path:
         """Where the export of exactly these sources lies, or will lie."""
@@ -199,6 +201,14 @@ AOTI = Collection(
     ),
     package_folders,
 )
+
+
+def _splits() -> list[str]:
+    from .export_split import names
+
+    return names()
+
+
 SPLIT = Collection(
     "tests.programs.export_split",
     (
@@ -210,6 +220,7 @@ SPLIT = Collection(
     ),
     package_folders,
     ("HEADRACE_ALL_SPLITS",),
+    _splits,
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,11 @@ SPLITS: dict[str, tuple[Any, ...]] = {
         Python("StepsB", modules=["layers.*"], predicate=computes, module=MODULE),
         Xnnpack(),
     ),
+    "whole": (Python("StepsA", predicate=computes, module=MODULE),),
+    "two": (
+        Python("StepsA", operators=["aten.mul", "aten.tanh"], module=MODULE),
+        Python("StepsB", operators=["aten.add"], module=MODULE),
+    ),
     "aoti": (Python("StepsA", operators=ELEMENTWISE, predicate=computes, module=MODULE), Aoti()),
 }
 
@@ -54,7 +59,6 @@ SPLITS: dict[str, tuple[Any, ...]] = {
 @dataclass
 class Export:
     methods: dict[str, Method]
-    splits: tuple[str, ...] = ("xnnpack", "mixed")
     # Keyword arguments of headrace.export.
     options: dict[str, Any] = field(default_factory=dict)
     stateful: bool = False
@@ -65,9 +69,15 @@ class Export:
 MODELS: dict[str, Callable[[], Export]] = {}
 
 
-def model(make: Callable[[], Export]) -> Callable[[], Export]:
-    MODELS[make.__name__] = make
-    return make
+def model(*splits: str) -> Callable[[Callable[[], Export]], Callable[[], Export]]:
+    """A model, and the names of the ways in which it is split."""
+
+    def register(make: Callable[[], Export]) -> Callable[[], Export]:
+        assert set(splits) <= set(SPLITS) and len(splits) > 1
+        MODELS[make.__name__] = make
+        return make
+
+    return register
 
 
 class Plain(torch.nn.Module):
@@ -95,7 +105,7 @@ def linear(width: int, out: int) -> Callable[[], torch.nn.Module]:
 # -------------------- shapes of graphs
 
 
-@model
+@model("xnnpack", "mixed", "crumbs", "aoti")
 def branches() -> Export:
     def run(self, x):
         a = torch.relu(self.first(x))
@@ -103,10 +113,10 @@ def branches() -> Export:
         return left + right, left - a
 
     module = Plain(run, first=linear(8, 8), left=linear(8, 8), right=linear(8, 8))
-    return Export(forward(module, several((4, 8))), ("xnnpack", "mixed", "crumbs", "aoti"))
+    return Export(forward(module, several((4, 8))))
 
 
-@model
+@model("xnnpack", "mixed", "crumbs")
 def diamond() -> Export:
     """What a delegate claims on both sides of somebody else's operator, and around it: a cycle if it were one."""
 
@@ -115,10 +125,10 @@ def diamond() -> Export:
         b = torch.cos(a).cumsum(1)
         return torch.relu(b + a) * a
 
-    return Export(forward(Plain(run), several((4, 8))), ("xnnpack", "mixed", "crumbs"))
+    return Export(forward(Plain(run), several((4, 8))))
 
 
-@model
+@model("xnnpack", "mixed", "crumbs")
 def unrolled() -> Export:
     """A loop of Python's, the same weight in each round."""
 
@@ -128,10 +138,10 @@ def unrolled() -> Export:
             state = torch.tanh(self.cell(state) + x * (step + 1))
         return state
 
-    return Export(forward(Plain(run, cell=linear(6, 6)), several((3, 6))), ("xnnpack", "mixed", "crumbs"))
+    return Export(forward(Plain(run, cell=linear(6, 6)), several((3, 6))))
 
 
-@model
+@model("xnnpack", "mixed")
 def chain_of_twenty() -> Export:
     def run(self, x):
         for i in range(10):
@@ -144,7 +154,7 @@ def chain_of_twenty() -> Export:
 # -------------------- weights
 
 
-@model
+@model("xnnpack", "mixed", "crumbs", "aoti")
 def shared_weight() -> Export:
     """One constant in many islands."""
 
@@ -154,10 +164,10 @@ def shared_weight() -> Export:
         return x @ self.weight, self.scale * 2
 
     module = Plain(run, weight=lambda: torch.nn.Parameter(torch.randn(8, 8) * 0.3), scale=randn(8, seed=3))
-    return Export(forward(module, several((4, 8))), ("xnnpack", "mixed", "crumbs", "aoti"))
+    return Export(forward(module, several((4, 8))))
 
 
-@model
+@model("xnnpack", "mixed")
 def tied() -> Export:
     """An embedding whose table is the weight of the last layer too."""
 
@@ -169,7 +179,7 @@ def tied() -> Export:
     return Export(forward(Plain(run, table=lambda: torch.nn.Embedding(12, 6)), calls))
 
 
-@model
+@model("xnnpack", "mixed")
 def equal_constants() -> Export:
     def run(self, x):
         return (x + self.one) * self.other - torch.tensor(3.0), x * self.scalar
@@ -183,7 +193,7 @@ def equal_constants() -> Export:
 # -------------------- views and results
 
 
-@model
+@model("xnnpack", "mixed")
 def views() -> Export:
     def run(self, x):
         a = x.transpose(0, 1).reshape(4, -1)
@@ -193,7 +203,7 @@ def views() -> Export:
     return Export(forward(Plain(run), several((6, 8))))
 
 
-@model
+@model("xnnpack", "mixed")
 def several_results() -> Export:
     """The same value twice, an input, a constant, a scalar."""
 
@@ -204,13 +214,13 @@ def several_results() -> Export:
     return Export(forward(Plain(run, steps=torch.arange(6)), several((3, 5), (3, 5))))
 
 
-@model
+@model("xnnpack", "mixed")
 def embedded() -> Export:
     calls = [(torch.tensor([1, 11, 0, i]), torch.tensor([2**40 + i, -(2**50), 0, 2**62])) for i in range(3)]
     return Export(forward(Embedded(), calls))
 
 
-@model
+@model("xnnpack", "mixed")
 def concatenated() -> Export:
     def run(self, x, y):
         both = torch.cat([x, torch.tanh(y), x * y], dim=1)
@@ -220,7 +230,7 @@ def concatenated() -> Export:
     return Export(forward(Plain(run), several((3, 4), (3, 4))))
 
 
-@model
+@model("xnnpack", "mixed")
 def integers() -> Export:
     def run(self, index, x):
         near = index * 2 + 1
@@ -233,7 +243,7 @@ def integers() -> Export:
 # -------------------- sizes that vary
 
 
-@model
+@model("xnnpack", "mixed", "crumbs")
 def dynamic_batch() -> Export:
     def run(self, x):
         return self.b(torch.relu(self.norm(self.a(x)))) + 1.0
@@ -241,7 +251,7 @@ def dynamic_batch() -> Export:
     module = Plain(run, a=linear(8, 16), norm=lambda: torch.nn.LayerNorm(16), b=linear(16, 4))
     calls = [(randn(n, 8, seed=n),) for n in (4, 1, 7, 3)]
     return Export(
-        forward(module, calls, ({0: Dim("batch", min=1, max=7)},)), ("xnnpack", "mixed", "crumbs"),
+        forward(module, calls, ({0: Dim("batch", min=1, max=7)},)),
         {"dynamic_shapes": {"args": ({0: Dim("batch", min=1, max=7)},)}},
     )  # fmt: skip
 
@@ -275,16 +285,16 @@ class Layers(torch.nn.Module):
         return self.head(x)
 
 
-@model
+@model("xnnpack", "mixed", "first_layer")
 def transformer() -> Export:
-    return Export(forward(Layers(), several((2, 5, 16))), ("xnnpack", "mixed", "first_layer"))
+    return Export(forward(Layers(), several((2, 5, 16))))
 
 
-@model
+@model("xnnpack", "mixed")
 def dynamic_sequence() -> Export:
     calls = [(randn(n, t, 16, seed=10 * n + t),) for n, t in ((2, 5), (1, 2), (3, 6))]
     dynamic = {"x": {0: Dim("batch", min=1, max=4), 1: Dim("length", min=2, max=6)}}
-    return Export(forward(Layers(1), calls, dynamic), ("xnnpack", "mixed"))
+    return Export(forward(Layers(1), calls, dynamic))
 
 
 # -------------------- dtypes, convolutions, state, methods, control flow
@@ -306,12 +316,12 @@ class Convolved(torch.nn.Module):
         return F.log_softmax(self.head(torch.tanh(self.b(x)).mean(dim=(2, 3))), dim=-1)
 
 
-@model
+@model("xnnpack", "mixed", "crumbs")
 def convolved() -> Export:
-    return Export(forward(Convolved(), several((2, 3, 12, 10))), ("xnnpack", "mixed", "crumbs"))
+    return Export(forward(Convolved(), several((2, 3, 12, 10))))
 
 
-@model
+@model("xnnpack", "mixed")
 def bfloat16() -> Export:
     """Half of it in bfloat16, which no delegate here takes."""
 
@@ -324,7 +334,7 @@ def bfloat16() -> Export:
     return Export(forward(module, calls), rtol=4e-2, atol=4e-2)
 
 
-@model
+@model("xnnpack", "mixed")
 def float64_and_bool() -> Export:
     def run(self, x, seen):
         return torch.where(seen, torch.exp(-x), x * 2.0), seen & (x > 0), ~seen
@@ -333,13 +343,13 @@ def float64_and_bool() -> Export:
     return Export(forward(Plain(run), calls))
 
 
-@model
+@model("xnnpack", "mixed")
 def state() -> Export:
     calls = [(torch.tensor([i]), *(randn(1, 4, seed=10 * i + k) for k in range(3))) for i in range(6)]
     return Export(forward(Cache(), calls), stateful=True)
 
 
-@model
+@model("xnnpack", "mixed", "crumbs")
 def counter() -> Export:
     """State that is read before it is written and afterwards, by different delegates."""
 
@@ -350,20 +360,19 @@ def counter() -> Export:
 
     return Export(
         forward(Plain(run, count=torch.tensor([1.0])), several((4,), seeds=4)),
-        ("xnnpack", "mixed", "crumbs"),
         stateful=True,
     )
 
 
-@model
+@model("xnnpack", "mixed", "aoti")
 def two_methods() -> Export:
     trunk = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
     score = Plain(lambda self, x: torch.sigmoid(self.trunk(x)).sum(dim=-1), trunk=trunk)
     methods = {"features": Method(trunk, several((4, 8))), "score": Method(score, several((2, 8)))}
-    return Export(methods, ("xnnpack", "mixed", "aoti"))
+    return Export(methods)
 
 
-@model
+@model("xnnpack", "mixed")
 def control_flow() -> Export:
     """A branch that stays with the engine; what is in it are CPU kernels."""
 
@@ -375,19 +384,9 @@ def control_flow() -> Export:
     return Export(forward(Plain(run), [(randn(4, seed=i) * (i + 0.2),) for i in range(4)]))
 
 
-@model
+@model("whole", "two")
 def resident() -> Export:
     def run(self, x, y):
         return torch.tanh(x * y + 1.0)
 
-    whole = (Python("StepsA", predicate=computes, module=MODULE),)
-    SPLITS["whole"] = whole
-    SPLITS["two"] = (
-        Python("StepsA", operators=["aten.mul", "aten.tanh"], module=MODULE),
-        Python("StepsB", operators=["aten.add"], module=MODULE),
-    )
-    return Export(forward(Plain(run), several((4, 8), (4, 8))), ("whole", "two"), {"resident": True})
-
-
-def splits(name: str) -> Sequence[str]:
-    return MODELS[name]().splits
+    return Export(forward(Plain(run), several((4, 8), (4, 8))), {"resident": True})

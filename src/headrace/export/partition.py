@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator as builtin
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from .kernels import branches, has_kernel
 from .node import described, viewed
 from .split import KERNELS, SplitNode
 
-__all__ = ["Lowering", "Method", "partitioners"]
+__all__ = ["Lowering", "Method", "constants_of", "partitioners"]
 
 
 class Lowering:
@@ -62,7 +63,7 @@ class Lowering:
 
         Here: those that are claimed and that a decomposition exists for.
         """
-        table = _default_decomposition_table()
+        table = _decomposed()
         found: dict[Any, None] = {}
         for node in program.graph.nodes:
             if node.target in table and self._claims(node) and not _aliases(node.target):
@@ -71,6 +72,12 @@ class Lowering:
 
     def _claims(self, node: torch.fx.Node) -> bool:
         return node.op == "call_function" and self.claims.unclaimed(viewed(node)) is None
+
+
+@functools.cache
+def _decomposed() -> frozenset[Any]:
+    """Operators that the exporter has a decomposition for; asking its table makes it look at every operator."""
+    return frozenset(_default_decomposition_table())
 
 
 def _aliases(target: Any) -> bool:
@@ -148,7 +155,7 @@ class Method:
         }
 
 
-def _constants(program: ExportedProgram) -> frozenset[str]:
+def constants_of(program: ExportedProgram) -> frozenset[str]:
     """Placeholders that are no arguments of the method and no state."""
     signature = program.graph_signature
     written = set(signature.buffers_to_mutate.values())
@@ -229,7 +236,7 @@ class _Split(Partitioner):  # type: ignore[misc]
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         self.done = True
-        self.method.constants = _constants(exported_program)
+        self.method.constants = constants_of(exported_program)
         tags = _planned(exported_program, self.lowerings, self.method)
         if self.last:
             _refuse_uncovered(exported_program, self.method)
@@ -274,7 +281,7 @@ class _Foreign(Partitioner):  # type: ignore[misc]
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         self.done = True
-        self.method.constants = _constants(exported_program)
+        self.method.constants = constants_of(exported_program)
         result: PartitionResult = self.inner.partition(exported_program)
         numbers: dict[str, int] = {}
         who = type(self.inner).__name__

@@ -11,8 +11,8 @@ from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPar
 from executorch.exir.backend.canonical_partitioners.config_partitioner import format_target_name
 from torch.export import ExportedProgram
 
-from .node import operator, viewed
-from .partition import Lowering
+from .node import operator
+from .partition import Lowering, constants_of
 
 __all__ = ["XnnpackLowering"]
 
@@ -28,16 +28,24 @@ class XnnpackLowering(Lowering):
     def __init__(self, claims: Any, plan: Any) -> None:
         super().__init__(claims, plan)
         self.stock = XnnpackPartitioner()
+        self._together: dict[torch.fx.Node, list[torch.fx.Node]] = {}
 
     def _config(self, node: torch.fx.Node) -> Any:
         name = getattr(node.target, "__name__", None)
         return self.stock.target_partitioner_configs.get(format_target_name(name)) if name else None
 
+    def _partition(self, node: torch.fx.Node, program: ExportedProgram) -> list[torch.fx.Node]:
+        """What the stock partitioner puts together with ``node``, which looks at the whole graph: asked once."""
+        if node not in self._together:
+            self._together[node] = self._config(node).get_partition(node, program)
+        return self._together[node]
+
     def refuses(self, node: torch.fx.Node, program: ExportedProgram) -> str | None:
         config = self._config(node)
         if config is None:
             return "XNNPACK has no such operator, or none that stands alone"
-        if any(shape == () for _, shape in (*viewed(node).inputs, *viewed(node).outputs)):
+        scalars = [n.name for n in (node, *node.all_input_nodes) if _is_scalar(n)]
+        if scalars and not constants_of(program).issuperset(scalars):
             # Accepted by the exporter; the engine's XNNExecutor then fails at every call (ExecuTorch 1.5.1).
             return "a tensor without dimensions, which XNNPACK cannot be called with"
         if config.check_constraints(node, program):
@@ -49,15 +57,15 @@ class XnnpackLowering(Lowering):
         """Buffers that the method writes, among what XNNPACK would take for weights."""
         signature = program.graph_signature
         written = set(signature.buffers_to_mutate.values())
-        deps = self._config(node).get_partition(node, program)
+        deps = self._partition(node, program)
         return [n.name for n in deps if signature.inputs_to_buffers.get(n.name) in written]
 
     def companions(self, node: torch.fx.Node, program: ExportedProgram) -> Sequence[torch.fx.Node]:
-        found = self._config(node).get_partition(node, program)
+        found = self._partition(node, program)
         return [n for n in found if n is not node and not (n in node.users and operator(n) in FUSED)]
 
     def guests(self, node: torch.fx.Node, program: ExportedProgram) -> Sequence[torch.fx.Node]:
-        found = self._config(node).get_partition(node, program)
+        found = self._partition(node, program)
         return [n for n in found if n in node.users and operator(n) in FUSED]
 
     def keeps(self, program: ExportedProgram) -> tuple[list[Any], Callable[[torch.fx.Node], bool] | None]:
@@ -69,6 +77,11 @@ class XnnpackLowering(Lowering):
             return (supported is None or supported(node)) and self._claims(node)
 
         return operators, wanted
+
+
+def _is_scalar(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
 def _reason(config: Any, node: torch.fx.Node) -> str | None:
