@@ -23,7 +23,7 @@ from tests import programs
 from tests.programs import step_delegates
 from tests.programs.random_models import BINARY, UNARY
 
-COUNT = int(os.environ.get("HEADRACE_RANDOM_MODELS", "120"))
+COUNT = int(os.environ.get("HEADRACE_RANDOM_MODELS", "100"))
 # Processes that export, and models in one example, one for each.
 WORKERS = 2
 

@@ -74,7 +74,16 @@ def test_the_table_is_what_the_program_does(name: str) -> None:
 
 
 def test_one_constant_is_a_value_in_each_island() -> None:
-    """EX3: islands of one weight have it each, so each can be lowered, loaded and freed by itself."""
-    program = programs.SPLIT.load("shared_weight.crumbs")
-    file = headrace.pte.read(program.path)
-    assert len(file["forward"].islands) >= 3
+    """EX3: islands of one weight have it each, whole, under a name that no other island has."""
+    program = programs.SPLIT.load("shared_weight.mixed")
+    raw = program.path.read_bytes()
+    islands = [
+        json.loads(raw[i.payload_offset :][: i.payload_nbytes])["constants"]
+        for i in headrace.pte.read(program.path)["forward"].islands
+        if i.delegate in step_delegates.NAMES
+    ]
+    assert len(islands) >= 2
+    names = [name for constants in islands for name in constants]
+    assert len(names) == len(set(names))
+    held = [c["data"] for constants in islands for c in constants.values()]
+    assert max(held.count(data) for data in set(held)) >= 2

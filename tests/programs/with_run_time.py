@@ -15,7 +15,16 @@ from pathlib import Path
 
 from . import ROOT, export_python, package_folders
 
-__all__ = ["install", "interpreter"]
+__all__ = ["SCRIPT", "install", "interpreter"]
+
+# For ``python -c``: runs the code that is its first argument there, with ``arguments``, those behind ``--``.
+SCRIPT = """
+import sys, textwrap
+from tests.programs.with_run_time import install
+at = sys.argv.index("--")
+install(sys.argv[2:at])
+exec(compile(textwrap.dedent(sys.argv[1]), "code", "exec"), {"arguments": sys.argv[at + 1 :]})
+"""
 
 
 def interpreter() -> list[str]:
