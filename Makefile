@@ -8,7 +8,7 @@ NATIVE := $(shell find native cmake CMakeLists.txt pyproject.toml -type f)
 environment = $(1)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-seeds test-sanitize test-thread check format bench wheel fuzz fuzz-native audit-public export-cuda test-cuda clean
+.PHONY: demo test test-seeds test-splits test-random bench-export test-sanitize test-thread check format bench wheel fuzz fuzz-native audit-public export-cuda test-cuda clean
 
 demo: .venv/ready ## set up, then classify handwritten digits
 	$(RUN) -m examples.digits.demo
@@ -18,6 +18,15 @@ test: .venv-dev/ready .venv-export/ready ## all tests that need no GPU
 
 test-seeds: .venv-dev/ready .venv-export/ready ## the contract of streams under 1,000 orders of the simulated device
 	HEADRACE_SEEDS=1000 HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m pytest -q -k seeds tests/contract
+
+test-splits: .venv-dev/ready .venv-export/ready ## every model of the corpus through AOTInductor too; many minutes
+	HEADRACE_ALL_SPLITS=1 HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m pytest -q tests/contract/test_split_programs.py
+
+test-random: .venv-dev/ready .venv-export/ready ## thousands of random models under random claims; an hour
+	HEADRACE_RANDOM_MODELS=4000 HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m pytest -q tests/contract/test_random_models.py
+
+bench-export: .venv-dev/ready .venv-export/ready ## the time of an export beside the stock exporter's, in one run
+	$(EXPORT) benchmarks/export_time.py $$($(DEV) -c "from tests import programs; print(*programs.package_folders())") --check
 
 test-sanitize: .venv-dev/ready .venv-export/ready ## the native tests, the contract and every order of dropping, under AddressSanitizer and UBSan
 	.venv-dev/bin/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv-dev/bin/ninja \

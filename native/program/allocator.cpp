@@ -59,6 +59,8 @@ class Allocator final : public et::DeviceAllocator {
       return tell(std::move(status), et::Error::Internal);
     if (call == nullptr) return finish(*device, stream);
     (holds(call->host_inputs, from) ? call->staged_in : call->host_reads) = true;
+    // The host writes there next, in this very call.
+    if (call->overwritten != nullptr && holds(*call->overwritten, from)) return finish(*device, stream);
     return et::Error::Ok;
   }
 

@@ -23,8 +23,9 @@ class GraphStaging {
 struct CallContext {
   std::vector<const void*> host_inputs;   // memory of inputs that lie on the host
   std::vector<const void*> host_outputs;  // memory of outputs on the host that no later instruction reads
-  bool staged_in = false;                 // an input went from the host to the device
-  bool staged_out = false;                // an output comes from the device to the host
+  const std::vector<const void*>* overwritten = nullptr;  // host memory that the host writes after the copy
+  bool staged_in = false;                                 // an input went from the host to the device
+  bool staged_out = false;                                // an output comes from the device to the host
   bool host_reads = false;          // device work reads planned host memory, and may still run afterwards
   GraphStaging* staging = nullptr;  // of a walk for a graph
   Status failure;                   // why a copy or a delegate failed, in full

@@ -201,7 +201,8 @@ Status Instance::bind_output(size_t i, const Value* given, Call& call, Value& ou
   }
   if (given != nullptr && there && given->keep) call.keeps.push_back(given->keep);
   if (!output_is_caller_memory_[i]) {
-    if (!there && plan->storage == Storage::kPlanned && output_is_final_[i]) {
+    // Copies are known by where they go: one that the host reads in between must not pass for the output's.
+    if (!there && plan->storage == Storage::kPlanned && output_is_final_[i] && output_place_is_its_own_[i]) {
       call.context.host_outputs.push_back(planned_address(*plan));
     }
     return {};

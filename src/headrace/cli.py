@@ -32,6 +32,7 @@ from . import aoti, bench, doctor, pte, sdk
 from .audit import command as audit
 from .device import device as open_device
 from .errors import HeadraceError, InputError, OptionError
+from .export import command as export_command
 from .ordering import record
 from .program import Method, ValueInfo
 from .pte import fatbin
@@ -505,6 +506,23 @@ def _sdk(args: argparse.Namespace) -> int:
     return OK
 
 
+# ---------------------------------------------------------------- export
+
+
+def _export(args: argparse.Namespace) -> int:
+    module, _, _ = args.model.partition(":")
+    _import([module])
+    exported = export_command.run(args)
+    if args.json:
+        _print_json("export", export_command.described(exported))
+        return OK
+    print(exported.split)
+    print(exported.verification or "not verified")
+    for path in (exported.path, *exported.data):
+        print(f"{path}: {path.stat().st_size} bytes")
+    return OK
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="headrace", description=headrace.__doc__, epilog=(__doc__ or "").split("\n\n", 1)[1]
@@ -584,6 +602,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--include-dir", action="store_true", help="for the compiler: -I…")
     one.add_argument("--library-dir", action="store_true", help="for the linker: -L…")
     one.set_defaults(run=_sdk)
+    one = commands.add_parser("export", help="a PyTorch model becomes a program; needs torch and ExecuTorch")
+    export_command.add_arguments(one)
+    one.set_defaults(run=_export)
 
     one = commands.add_parser("audit", help="check a CUDA wheel, or decide what a build row means")
     audit.add_arguments(one)

@@ -7,7 +7,8 @@ PyTorch answers. Both need torch; this module does not, so the tests that run pr
     program = programs.load("mlp_portable")
     for call in program.calls: ...           # method, inputs, outputs as the exporter's process saw them
 
-``programs.AOTI`` holds those of AOTInductor: ``programs.AOTI.load("mlp")``. ``programs.CUDA`` holds them for a GPU.
+``programs.AOTI`` holds those of AOTInductor: ``programs.AOTI.load("mlp")``. ``programs.CUDA`` holds them for a GPU;
+``programs.SPLIT`` those that are split over several delegates: ``programs.SPLIT.load("branches.xnnpack")``.
 
 A folder's name is a hash over the sources here and the pinned versions, so a stale export is never
 mistaken for a current one.
@@ -40,6 +41,7 @@ __all__ = [
     "CUDA_FEW",
     "CUDA_PINS",
     "PINS",
+    "SPLIT",
     "STOCK",
     "Call",
     "Collection",
@@ -128,14 +130,15 @@ class Program:
 @dataclass(frozen=True)
 class Collection:
     """A set of programs that one script exports: ``python -m MODULE ARGUMENTS``. ``sources`` are the files, beside
-    ``pins``, that the result depends on; ``which`` tells sets of one script apart. ``listed`` gives their names where
-    these are not all of the models in the sources."""
+    ``pins``, that the result depends on; ``which`` tells sets of one script apart; ``variables`` are those of the
+    environment. ``listed`` gives the programs' names where they are not those of the models in the sources."""
 
     module: str
     sources: tuple[Path, ...]
     arguments: Callable[[], list[str]] = list
     which: str = ""
     pins: Mapping[str, str] = field(default_factory=lambda: PINS, hash=False)
+    variables: tuple[str, ...] = ()
     listed: Callable[[], list[str]] | None = None
 
     def folder(self) -> Path:
@@ -143,6 +146,8 @@ class Collection:
         digest = hashlib.sha256(json.dumps(dict(self.pins), sort_keys=True).encode() + self.which.encode())
         for source in self.sources:
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+        for variable in self.variables:
+            digest.update(f"{variable}={os.environ.get(variable, '')}".encode() + b"\0")
         return ROOT / "build" / "programs" / digest.hexdigest()[:16]
 
     def there(self) -> bool:
@@ -240,6 +245,27 @@ CUDA_FEW = Collection(
     "tests.programs.export_cuda", _CUDA_SOURCES, package_folders, "few", CUDA_PINS, _few_for_cuda
 )
 CUDA = Collection("tests.programs.export_cuda", _CUDA_SOURCES, package_folders, "all", CUDA_PINS, _for_cuda)
+
+
+def _splits() -> list[str]:
+    from .export_split import names
+
+    return names()
+
+
+SPLIT = Collection(
+    "tests.programs.export_split",
+    (
+        *(
+            HERE / f"{name}.py"
+            for name in ("aoti", "export", "export_aoti", "export_split", "split", "steps")
+        ),
+        *sorted((ROOT / "src" / "headrace" / "export").glob("*.py")),
+    ),
+    package_folders,
+    ("HEADRACE_ALL_SPLITS",),
+    _splits,
+)
 
 
 @functools.cache

@@ -17,64 +17,60 @@ written, and an older one of that name is left as it is.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from .. import pte
-from ..errors import ExportError
+from ..errors import ExportError, OptionError
+from .cache import folder_of
+from .delegates import Aoti, Claims, ExportDelegate, Node, Plan, Python, Xnnpack
+from .split import Island, Split, SplitNode
 from .target import Target
+from .verification import Deviation, Verification, Verify
 
-__all__ = ["Aoti", "ExportDelegate", "Exported", "Plan", "Target", "export"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a delegate is told about the method that it is asked to take a part of.
-
-    ``method`` is its name. ``device`` is where the arguments of islands that run on a device are planned
-    ("cuda:0"), None for host memory. ``data_file`` names the data file, without ``.ptd``, that constants go into;
-    None means into the program.
-    """
-
-    method: str
-    target: Target
-    device: str | None
-    data_file: str | None
-
-
-class ExportDelegate(Protocol):
-    """What the list of delegates holds: small frozen objects that know ExecuTorch's partitioner for them."""
-
-    def partitioner(self, plan: Plan) -> Any:
-        """A fresh ``executorch.exir.backend.partitioner.Partitioner`` for one method."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Aoti:
-    """AOTInductor: takes everything that delegates before it in the list left, compiled to machine code.
-
-    An operator that its code would leave to libtorch is refused (ExportError). Building needs a C++ compiler.
-    """
-
-    def partitioner(self, plan: Plan) -> Any:
-        from .aoti import AotiPartitioner
-
-        return AotiPartitioner(plan.target, method=plan.method, device=plan.device, data_file=plan.data_file)
+__all__ = [
+    "Aoti",
+    "Claims",
+    "Deviation",
+    "ExportDelegate",
+    "Exported",
+    "Island",
+    "Node",
+    "Plan",
+    "Python",
+    "Split",
+    "SplitNode",
+    "Target",
+    "Verification",
+    "Verify",
+    "Xnnpack",
+    "export",
+]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the program, and the data files that belong to it."""
+    """What was written: the program, and the data files that belong to it. ``split`` says which node went where;
+    printed, it is a table. ``verification`` says what was compared with eager PyTorch, None where nothing was."""
 
     path: Path
     data: tuple[Path, ...]
+    split: Split
+    verification: Verification | None
 
     @property
     def file(self) -> pte.ProgramFile:
         """What the program says, read from the file."""
         return pte.read(self.path)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Write the split as a picture, SVG: operators by island in the colour of their delegate, and in red what
+        goes from one device to another. Raises OSError."""
+        from .plot import svg
+
+        Path(path).write_text(svg(self.split), encoding="utf-8")
 
 
 def export(
@@ -82,19 +78,23 @@ def export(
     example_inputs: Any,
     *,
     path: str | os.PathLike[str],
-    delegates: Sequence[ExportDelegate] = (Aoti(),),
+    delegates: Sequence[ExportDelegate | Claims] = (Aoti(),),
     target: str | Target = "host",
     dynamic_shapes: Any = None,
     device: str | None = "cuda:0",
     resident: bool = False,
     weights: Literal["inside", "beside"] = "inside",
+    verify: bool | Verify = True,
+    cache: bool | str | os.PathLike[str] = True,
+    progress: Callable[[str], None] | None = None,
 ) -> Exported:
     """Write ``model`` to ``path`` and return what was written. Compiling takes seconds to minutes.
 
     model           ``torch.nn.Module`` or ``torch.export.ExportedProgram``; or a mapping of method names to these
     example_inputs  the positional arguments as a tuple, of the dtype and shape that the program will take; with
                     several methods a mapping of their names to such tuples
-    delegates       who takes what, in order: each takes what it can of what those before it left
+    delegates       who takes what, in order: each takes what it claims of what those before it left. What none takes
+                    stays with the engine's CPU kernels
     target          what to compile for: ``host`` (any x86-64 processor with AVX2), ``host:x86-64-v4``, …; or GPUs,
                     ``cuda:sm_90``, ``cuda:sm_80+sm_90+ptx``: no GPU is needed, Triton is
     dynamic_shapes  as in ``torch.export.export``; with several methods a mapping
@@ -102,29 +102,36 @@ def export(
                     loaded on, ``cpu`` and ``sim`` too; None plans everything in host memory
     resident        inputs and outputs are device memory of the caller's, bound without a copy. Not for methods
                     with state, which lies on the host
-    weights         ``beside``: the delegates' constants go to a data file, ``path`` with the suffix ``.ptd``
+    weights         ``beside``: the constants of AOTInductor's islands go to a data file, ``path`` with the suffix ``.ptd``
+    verify          run the result in a fresh process without torch, on ``cpu`` and ``sim`` (on the GPU, for a GPU's
+                    code), and compare it with eager PyTorch before anything is written; ``Verify`` says how
+    cache           keep what AOTInductor compiled, by content, in a folder: this one, or the user's
+                    (``$XDG_CACHE_HOME/headrace``; ``HEADRACE_EXPORT_CACHE=0`` in the environment turns it off); False: not
+    progress        called with one line of text for each stage and each island
 
     Mutable buffers are state of the method: they start as they are in the model, and advance once a call.
 
     Raises ExportError (``.node`` names the graph node), OptionError for an option, OSError where the files
     cannot be written.
     """
+    if not isinstance(verify, (bool, Verify)):
+        raise OptionError(f"verify: expected True, False or Verify(…), got {verify!r}")
     try:
-        from .program import write
+        from .program import Options, write
     except ModuleNotFoundError as error:
         raise ExportError(
             f"export: expected torch 2.13 and ExecuTorch 1.5.1, got no module {error.name!r}; install both "
             "(docs/export.md)"
         ) from error
 
-    return write(
-        model,
-        example_inputs,
+    options = Options(
         path=Path(path),
-        delegates=delegates,
+        delegates=tuple(delegates),
         target=target if isinstance(target, Target) else Target.parse(target),
-        dynamic_shapes=dynamic_shapes,
         device=device,
         resident=resident,
         weights=weights,
+        verify=verify if isinstance(verify, Verify) else (Verify() if verify else None),
+        cache=folder_of(cache, os.environ),
     )
+    return write(model, example_inputs, dynamic_shapes, options, progress)

@@ -28,12 +28,23 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 
 from ..errors import ExportError, OptionError
 from ..pte import INPUTS_SPEC, fatbin
+from . import content
 from .inductor import compile_program
+from .partition import Lowering
 from .payload import CPU, CUDA, Constant, encode
 from .shapes import Shapes
 from .target import Target
 
-__all__ = ["BACKEND", "CUDA_SPEC", "DELEGATE", "DEVICE_SPEC", "HOST_SPEC", "METHOD_SPEC", "AotiPartitioner"]
+__all__ = [
+    "BACKEND",
+    "CUDA_SPEC",
+    "DELEGATE",
+    "DEVICE_SPEC",
+    "HOST_SPEC",
+    "METHOD_SPEC",
+    "AotiLowering",
+    "AotiPartitioner",
+]
 
 # The delegate's id in the program. The exporter looks a backend up by the name of its class, and stock's
 # CudaBackend may be there too: ours has a name of its own until the program is planned (program.py).
@@ -142,7 +153,7 @@ def preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) 
     if on_gpu:
         said["code"] = list(target.code)
     weights = {**edge_program.state_dict, **edge_program.constants}
-    compiled = compile_program(method, edge_program, target)
+    compiled = content.compiled(method, edge_program, target, compile_program)
 
     store = NamedDataStore()
     library_key = hashlib.sha256(compiled.library).hexdigest() + "_so_blob"
@@ -308,3 +319,22 @@ def _check_code(method: str, library: bytes, source: str, target: Target) -> Non
             f"{method}: expected the code of {len(kernels)} kernels for {', '.join(target.code)}, got "
             f"{len(found)}{': ' + ', '.join(wrong[0]) if wrong else ''}; report this with the model"
         )
+
+
+class AotiLowering(Lowering):
+    """AOTInductor among other delegates: it can compute all there is, or says so when it compiles."""
+
+    backend = BACKEND
+
+    def __init__(self, claims: Any, plan: Any) -> None:
+        super().__init__(claims, plan)
+        self.device = plan.device
+        self.stock = claims.partitioner(plan)
+        # Given all that is left, it takes it as PyTorch traced it.
+        self.keeps_all = claims.everything
+
+    def specs(self) -> list[CompileSpec]:
+        return list(self.stock._specs())
+
+    def keeps(self, program: ExportedProgram) -> Any:
+        return self.stock.ops_to_not_decompose(program) if self.keeps_all else super().keeps(program)

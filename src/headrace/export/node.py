@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-__all__ = ["described", "operator", "source_line"]
+from .delegates import Node
+
+__all__ = ["described", "module_path", "operator", "source_line", "viewed"]
 
 # One frame of a stack trace as PyTorch writes it into a node.
 FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<code>.*)$', re.MULTILINE)
@@ -33,13 +36,42 @@ def source_line(node: torch.fx.Node) -> str | None:
     return f"{file}:{line}: {code.strip()}"
 
 
+def module_path(node: torch.fx.Node) -> str:
+    """The submodule whose ``forward`` made the node, ``layers.0.attention``; "" for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    # Traced without Dynamo it may be written as Python: L['self'].layers[0].
+    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", re.sub(r"^L\[['\"]self['\"]\]\.?", "", path)).strip(".")
+
+
+def viewed(node: torch.fx.Node) -> Node:
+    """The node as rules and tables see it, without torch."""
+    values = node.meta.get("val")
+    outputs = values if isinstance(values, (tuple, list)) else [values]
+    return Node(
+        name=node.name,
+        operator=operator(node),
+        module=module_path(node),
+        source=source_line(node),
+        inputs=_tensors(a.meta.get("val") for a in node.all_input_nodes),
+        outputs=_tensors(outputs),
+    )
+
+
+def _tensors(values: Iterable[Any]) -> tuple[tuple[str, tuple[int | str, ...]], ...]:
+    return tuple(
+        (
+            str(t.dtype).removeprefix("torch."),
+            tuple(str(s) if isinstance(s, torch.SymInt) else int(s) for s in t.shape),
+        )
+        for t in values
+        if isinstance(t, torch.Tensor)
+    )
+
+
 def described(node: torch.fx.Node) -> str:
     """``topk (aten.topk.default of float32[8, 16], at model.py:12: x.topk(3))``."""
-    tensors = [a.meta.get("val") for a in node.all_input_nodes]
-    shapes = ", ".join(
-        f"{str(t.dtype).removeprefix('torch.')}{[str(s) if isinstance(s, torch.SymInt) else s for s in t.shape]}"
-        for t in tensors
-        if isinstance(t, torch.Tensor)
-    ).replace("'", "")
+    tensors = _tensors(a.meta.get("val") for a in node.all_input_nodes)
+    shapes = ", ".join(f"{dtype}[{', '.join(map(str, shape))}]" for dtype, shape in tensors)
     line = source_line(node)
     return f"{node.name} ({operator(node)} of {shapes or 'no tensor'}{f', at {line}' if line else ''})"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
+from executorch.exir.delegate import executorch_call_delegate
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
@@ -20,56 +22,97 @@ from torch.export import ExportedProgram
 from torch.fx.passes.infra.pass_base import PassResult
 
 from .. import pte
-from ..errors import ExportError, OptionError
-from . import ExportDelegate, Exported, Plan, aoti, payload
+from ..errors import ExportError, HeadraceError, OptionError
+from . import Claims, ExportDelegate, Exported, Plan, Split, Verification, Verify, aoti, payload, verify
+from .cache import using
+from .partition import Method, partitioners
+from .progress import report, reporting
 from .target import Target
 
-__all__ = ["write"]
+__all__ = ["Options", "write"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``headrace.export`` that are not the model; the contract is there."""
+
+    path: Path
+    delegates: tuple[ExportDelegate | Claims, ...]
+    target: Target
+    device: str | None
+    resident: bool
+    weights: str
+    verify: Verify | None
+    cache: Path | None
+
+    def __post_init__(self) -> None:
+        if self.weights not in ("inside", "beside"):
+            raise OptionError(f"weights: expected 'inside' or 'beside', got {self.weights!r}")
+        if self.device is None and self.resident:
+            raise OptionError("resident: expected a device, got device=None; name one, or leave resident out")
+        for delegate in self.delegates:
+            if isinstance(delegate, type) or not (
+                isinstance(delegate, Claims) or hasattr(delegate, "partitioner")
+            ):
+                raise OptionError(f"delegates: expected Aoti(), Xnnpack(), Python(…), …, got {delegate!r}")
 
 
 def write(
     model: Any,
     example_inputs: Any,
-    *,
-    path: Path,
-    delegates: Sequence[ExportDelegate],
-    target: Target,
     dynamic_shapes: Any,
-    device: str | None,
-    resident: bool,
-    weights: str,
+    options: Options,
+    progress: Callable[[str], None] | None,
 ) -> Exported:
-    """``headrace.export`` behind its arguments' defaults; the contract is there."""
-    if weights not in ("inside", "beside"):
-        raise OptionError(f"weights: expected 'inside' or 'beside', got {weights!r}")
-    if device is None and resident:
-        raise OptionError("resident: expected a device, got device=None; name one, or leave resident out")
-    data_file = path.stem if weights == "beside" else None
-    models, inputs, shapes = _methods(model, example_inputs, dynamic_shapes)
-    programs = {name: _exported(name, models[name], inputs.get(name), shapes.get(name)) for name in models}
-    # Before anything is compiled. What a method writes is known once its in-place operators are gone.
-    if resident and (state := _state(p.run_decompositions({}) for p in programs.values())):
-        raise ExportError(
-            f"resident: expected methods without state, got mutable buffers {', '.join(state)}; export without "
-            "resident=True",
-            node=state[0],
+    """``headrace.export`` behind its arguments' defaults."""
+    with reporting(progress), using(options.cache):
+        models, inputs, shapes = _methods(model, example_inputs, dynamic_shapes)
+        programs = {
+            name: _exported(name, models[name], inputs.get(name), shapes.get(name)) for name in models
+        }
+        # Before anything is compiled. What a method writes is known once its in-place operators are gone.
+        if options.resident and (state := _state(p.run_decompositions({}) for p in programs.values())):
+            raise ExportError(
+                f"resident: expected methods without state, got mutable buffers {', '.join(state)}; export without "
+                "resident=True",
+                node=state[0],
+            )
+        files, split = _built(programs, options)
+        said = None
+        if options.verify is not None:
+            calls = verify.calls_of(options.verify, models, inputs, programs)
+            said = _verified(programs, options, files, split, calls)
+        _replace(files)
+        return Exported(options.path, tuple(p for p in files if p != options.path), split, said)
+
+
+def _built(programs: Mapping[str, ExportedProgram], options: Options) -> tuple[dict[Path, bytes], Split]:
+    """The files, the program first, and the split."""
+    path = options.path
+    methods = {name: Method(name) for name in programs}
+    data_file = path.stem if options.weights == "beside" else None
+    asked = {
+        name: partitioners(
+            options.delegates,
+            Plan(method=name, target=options.target, device=options.device, data_file=data_file),
+            methods[name],
         )
-    partitioners = {
-        name: [
-            d.partitioner(Plan(method=name, target=target, device=device, data_file=data_file))
-            for d in delegates
-        ]
         for name in programs
     }
     try:
+        report(f"{', '.join(programs)}: split and lower")
         edge = to_edge_transform_and_lower(
-            programs,
-            partitioner=partitioners,
-            transform_passes=[_sizes_to_their_users],
+            dict(programs),
+            partitioner=asked,
+            # Without sizes that vary there are none to compute.
+            transform_passes=[_sizes_to_their_users] if _vary(programs.values()) else None,
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
-        program = _planned(edge, resident)
-    except ExportError:
+        for name, method in methods.items():
+            method.renumber(_called(edge.exported_program(name)))
+        report(f"{', '.join(programs)}: plan memory")
+        program = _planned(edge, options.resident)
+    except HeadraceError:
         raise
     except Exception as error:
         raise ExportError(
@@ -79,9 +122,78 @@ def write(
     files = {path: program.buffer}
     for name, data in (program._tensor_data or {}).items():
         files[path.with_name(f"{name}.ptd")] = bytes(data)
+    split = Split(tuple(row for method in methods.values() for row in method.rows.values()))
     _check(path.name, files)
-    _replace(files)
-    return Exported(path, tuple(p for p in files if p != path))
+    verify.check_plan(path.name, pte.read(files[path]), split)
+    return files, split
+
+
+def _verified(
+    programs: Mapping[str, ExportedProgram],
+    options: Options,
+    files: Mapping[Path, bytes],
+    split: Split,
+    calls: Sequence[verify.Call],
+) -> Verification:
+    """Run ``files`` where they can run; GPU code without a GPU here is verified by the same split for the host."""
+    assert options.verify is not None
+    modules = [m for m in (getattr(d, "module", None) for d in options.delegates) if m is not None]
+    name = options.path.name
+
+    def run(files: Mapping[Path, bytes], devices: Sequence[tuple[str, Any]]) -> tuple[Verification, Any]:
+        return verify.run(
+            options.verify or Verify(),
+            name,
+            files,
+            calls,
+            devices,
+            resident=options.resident,
+            ordered=any(island.device != "cpu" for island in split.islands),
+            modules=modules,
+        )
+
+    if options.target.kind == "host":
+        return run(files, verify.HOST)[0]
+    said, missing = run(files, verify.GPU)
+    if not missing:
+        return said
+    report(f"{name}: no GPU here; the same split for the host")
+    twin, twin_split = _built(programs, replace(options, target=Target()))
+    if different := [a.name for a, b in zip(split, twin_split, strict=False) if a != b]:
+        raise ExportError(
+            f"{name}: expected the split for the host to be that for {options.target.kind}, got another for "
+            f"{', '.join(different[:8])}; verify it on a GPU, or leave it out, verify=False",
+            node=different[0],
+        )
+    said = run(twin, verify.HOST)[0]
+    (why,) = missing.values()
+    return replace(
+        said,
+        note=f"no GPU here ({why}): structure, constants and plan of the program were checked, and the same split was "
+        "compiled for the host and run",
+    )
+
+
+def _vary(programs: Iterable[ExportedProgram]) -> bool:
+    """Whether there are sizes that are known only when a method is called."""
+    return any(
+        isinstance(value, torch.SymInt)
+        or (isinstance(value, torch.Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape))
+        for program in programs
+        for node in program.graph.nodes
+        for value in [node.meta.get("val")]
+    )
+
+
+def _called(program: ExportedProgram) -> list[set[str]]:
+    """The names of the operators in each island, in the order of the calls."""
+    found = []
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target is executorch_call_delegate:
+            lowered = getattr(program.graph_module, node.args[0].target)
+            graph = lowered.original_module.graph
+            found.append({n.name for n in graph.nodes if n.op == "call_function"})
+    return found
 
 
 def _planned(edge: Any, resident: bool) -> Any:
@@ -153,6 +265,7 @@ def _exported(name: str, model: Any, inputs: Any, shapes: Any) -> ExportedProgra
         )
     if model.training:
         raise ExportError(f"{name}: expected a model in eval mode, got one in training; call model.eval()")
+    report(f"{name}: trace")
     with torch.no_grad():
         try:
             return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=True)

@@ -1,0 +1,215 @@
+"""What the list of delegates holds: small frozen objects that say who takes what. Imports no torch."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..errors import ExportError, OptionError
+from .target import Target
+
+__all__ = ["Aoti", "Claims", "ExportDelegate", "Node", "Plan", "Python", "Xnnpack"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a delegate is told about the method that it is asked to take a part of.
+
+    ``method`` is its name. ``device`` is where the arguments of islands that run on a device are planned
+    ("cuda:0"), None for host memory. ``data_file`` names the data file, without ``.ptd``, that constants go into;
+    None means into the program.
+    """
+
+    method: str
+    target: Target
+    device: str | None
+    data_file: str | None
+
+
+class ExportDelegate(Protocol):
+    """Any object with this method may stand in the list of delegates; those below do more (``Claims``)."""
+
+    def partitioner(self, plan: Plan) -> Any:
+        """A fresh ``executorch.exir.backend.partitioner.Partitioner`` for one method."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator of the graph, as a predicate sees it.
+
+    ``name`` is the graph's; ``operator`` has its overload (``aten.add.Tensor``); ``module`` is the path of the module
+    whose ``forward`` it is in (``layers.0.attention``, "" for the model itself); ``source`` the user's line or
+    None. ``inputs`` and ``outputs`` are tensors as ``(dtype, shape)``, sizes that vary as text.
+    """
+
+    name: str
+    operator: str
+    module: str
+    source: str | None
+    inputs: tuple[tuple[str, tuple[int | str, ...]], ...]
+    outputs: tuple[tuple[str, tuple[int | str, ...]], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claims:
+    """What a delegate claims of the operators that it can compute and that nobody before it took.
+
+    operators  names, with or without overload, with ``*``: ``aten.linear``, ``aten.add.Tensor``, ``aten.*pool2d``
+    modules    paths of submodules, with ``*`` (which crosses dots): what is in one of them, however deep
+    predicate  called with a ``Node``; says whether it is claimed
+    exclude    names of operators that it leaves, as for ``operators``
+    min_size   an island of fewer operators is given up to whoever comes after, in the end to the CPU kernels; not
+               where an operator in it has no such kernel
+    merge      whether islands that share no edge become one, where no cycle comes of it
+
+    Where several are given, all have to hold. Given none, it claims all it can.
+    """
+
+    operators: Sequence[str] | None = None
+    modules: Sequence[str] | None = None
+    predicate: Callable[[Node], bool] | None = None
+    exclude: Sequence[str] = ()
+    min_size: int = 1
+    merge: bool = True
+
+    def __post_init__(self) -> None:
+        who = type(self).__name__
+        for option in ("operators", "modules", "exclude"):
+            value = getattr(self, option)
+            if isinstance(value, str) or not (
+                value is None or (isinstance(value, Iterable) and all(isinstance(v, str) for v in value))
+            ):
+                raise OptionError(f"{who}, {option}: expected a list of names, got {value!r}; write [name]")
+            # A frozen object is compared and hashed by its values.
+            object.__setattr__(self, option, None if value is None else tuple(value))
+        if self.predicate is not None and not callable(self.predicate):
+            raise OptionError(f"{who}, predicate: expected a function of a node, got {self.predicate!r}")
+        if isinstance(self.min_size, bool) or not isinstance(self.min_size, int) or self.min_size < 1:
+            raise OptionError(f"{who}, min_size: expected an integer of 1 or more, got {self.min_size!r}")
+
+    @property
+    def everything(self) -> bool:
+        """Whether all that it can compute is claimed."""
+        return self.operators is None and self.modules is None and self.predicate is None and not self.exclude
+
+    def unclaimed(self, node: Node) -> str | None:
+        """Why it does not claim ``node``; None where it does."""
+        if self.operators is not None and not _named(node.operator, self.operators):
+            return f"not among operators={list(self.operators)}"
+        if _named(node.operator, self.exclude):
+            return f"among exclude={list(self.exclude)}"
+        if self.modules is not None and not _inside(node.module, self.modules):
+            return f"not in modules={list(self.modules)}"
+        if self.predicate is not None:
+            name = getattr(self.predicate, "__qualname__", repr(self.predicate))
+            try:
+                claimed = self.predicate(node)
+            except Exception as error:
+                raise ExportError(
+                    f"{node.name} ({node.operator}): expected predicate {name} to say whether it is claimed, got "
+                    f"{type(error).__name__}: {error}",
+                    node=node.name,
+                ) from error
+            if not claimed:
+                return f"predicate {name} says no"
+        return None
+
+    @property
+    def claimed(self) -> str:
+        """Why it claims what it does, in words."""
+        given = [
+            f"{option}={list(value)}"
+            for option in ("operators", "modules")
+            if (value := getattr(self, option)) is not None
+        ]
+        if self.predicate is not None:
+            given.append(f"predicate {getattr(self.predicate, '__qualname__', repr(self.predicate))}")
+        return f"claimed by {', '.join(given)}" if given else "claimed: all that it can"
+
+
+def _named(operator: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern names the operator. The exporter makes views copies: ``aten.view`` names ``aten.view_copy``
+    too."""
+    packet = ".".join(operator.split(".")[:2])
+    names = {operator, packet, operator.replace("_copy.", "."), packet.removesuffix("_copy")}
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
+
+
+def _inside(module: str, patterns: Sequence[str]) -> bool:
+    parts = module.split(".") if module else []
+    paths = [".".join(parts[: i + 1]) for i in range(len(parts))] or [""]
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns for path in paths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aoti(Claims):
+    """AOTInductor: compiled to machine code, one library for each island. It claims all that is left.
+
+    An operator that its code would leave to libtorch is refused (ExportError): exclude it, or let a delegate before
+    it take it. Building needs a C++ compiler.
+    """
+
+    name = "Aoti"
+
+    def partitioner(self, plan: Plan) -> Any:
+        """ExecuTorch's partitioner that takes everything that is left, whatever is claimed."""
+        from .aoti import AotiPartitioner
+
+        return AotiPartitioner(plan.target, method=plan.method, device=plan.device, data_file=plan.data_file)
+
+    def lowering(self, plan: Plan) -> Any:
+        from .aoti import AotiLowering
+
+        return AotiLowering(self, plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Xnnpack(Claims):
+    """XNNPACK: the engine's own library for float32 and quantized operators on the host. Its islands' arguments are
+    host memory, whatever ``device`` says."""
+
+    name = "Xnnpack"
+
+    def lowering(self, plan: Plan) -> Any:
+        from .xnnpack import XnnpackLowering
+
+        return XnnpackLowering(self, plan)
+
+
+def _json(island: Any) -> bytes:
+    payload: bytes = island.json()
+    return payload
+
+
+@dataclass(frozen=True)
+class Python(Claims):
+    """A delegate written in Python, ``class …(headrace.Delegate, name=name)``. It takes what it is told to take.
+
+    name    the delegate's name in the program
+    lower   makes an island's payload: a function from an ``IslandGraph`` to bytes. Default: ``IslandGraph.json``
+    module  the module that defines the delegate's class, for the verification, which imports it
+    specs   compile specs of each island, names to bytes; the class reads them from ``context.specs``
+
+    One of ``operators``, ``modules`` and ``predicate`` has to be given: nobody else knows what it can compute.
+    """
+
+    name: str
+    lower: Callable[[Any], bytes] = field(default=_json, kw_only=True)
+    module: str | None = field(default=None, kw_only=True)
+    specs: Mapping[str, bytes] = field(default_factory=dict, hash=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.name, str) or not self.name:
+            raise OptionError(f"Python: expected a name, got {self.name!r}")
+        if self.operators is None and self.modules is None and self.predicate is None:
+            raise OptionError(
+                f"Python({self.name!r}): expected operators, modules or a predicate, got none; say what it takes"
+            )
+
+    def lowering(self, plan: Plan) -> Any:
+        from .python import PythonLowering
+
+        return PythonLowering(self, plan)
