@@ -258,7 +258,15 @@ SPLIT = Collection(
     (
         *(
             HERE / f"{name}.py"
-            for name in ("aoti", "export", "export_aoti", "export_split", "split", "steps")
+            for name in (
+                "aoti",
+                "export",
+                "export_aoti",
+                "export_split",
+                "random_models",
+                "split",
+                "steps",
+            )
         ),
         *sorted((ROOT / "src" / "headrace" / "export").glob("*.py")),
     ),
