@@ -238,6 +238,29 @@ def what_nobody_computes_is_refused(folder: Path) -> None:
 
 
 @case
+def numbers_stay_with_the_engine(folder: Path) -> None:
+    """A size that is a result of the method is nobody's island; one that an operator takes goes with it."""
+    import torch
+
+    from headrace.export import Python
+
+    def run(self: Any, x: Any) -> Any:
+        return torch.relu(x).reshape(x.shape[0] * 2, 2), x.shape[0] * 3
+
+    dim = torch.export.Dim("batch", min=1, max=9)
+    made = exported(
+        folder, module(run), (randn(4, 4),), [Python("StepsA", predicate=lambda node: True)],
+        dynamic_shapes={"args": ({0: dim},)}, verify=verify(),
+    )  # fmt: skip
+    split = made.split
+    numbers = [n for n in split if not n.result and n.delegate == "kernels"]
+    assert len(numbers) == 2 and any("it gives a number" in n.why for n in numbers), str(split)
+    (island,) = split.islands
+    assert any(n.startswith("sym_size") for n in island.nodes), str(split)
+    assert [d.output for d in made.verification.deviations] == [0]
+
+
+@case
 def constants_of_several_islands_keep_their_names(folder: Path) -> None:
     """One weight in three islands: each has the whole of it, under a name that no other has."""
     import torch

@@ -311,11 +311,11 @@ def _planned(
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     index = {n: i for i, n in enumerate(nodes)}
     producers = [[index[p] for p in n.all_input_nodes if p in index] for n in nodes]
-    open_ = [n in set(get_non_lowered_nodes(graph)) for n in nodes]
+    left = set(get_non_lowered_nodes(graph))
     root = _roots(nodes, index)
     atoms: dict[int, list[int]] = {}
     for i in range(len(nodes)):
-        if open_[i]:
+        if nodes[i] in left:
             atoms.setdefault(root[i], []).append(i)
     owner: dict[int, tuple[Lowering, int]] = {}
     whys: dict[int, list[str]] = {head: [] for head in atoms}
@@ -333,6 +333,11 @@ def _planned(
             node = nodes[head]
             if (why := claims.unclaimed(viewed(node))) is not None:
                 whys[head].append(f"{lowering.name}: {why}")
+                continue
+            if not _is_tensor(node):
+                whys[head].append(
+                    f"{lowering.name}: not supported: it gives a number, and islands give tensors"
+                )
                 continue
             if (why := lowering.refuses(node, program)) is not None:
                 whys[head].append(f"{lowering.name}: not supported: {why}")
@@ -379,7 +384,7 @@ def _planned(
                     owner[i] = (lowering, number)
                     whys[i].append(because[i])
     for i, node in enumerate(nodes):
-        if not open_[i]:
+        if node not in left:
             continue
         head = root[i]
         said = list(whys[head]) if head == i else [f"goes with {nodes[head].name}"]
