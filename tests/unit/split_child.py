@@ -391,7 +391,7 @@ def a_right_program_is_verified(folder: Path) -> None:
         for s in (
             "trace",
             "split and lower",
-            "StepsA, 1 islands",
+            "StepsA, 1 island",
             "an island of 2 operators",
             "plan memory",
             "verify on cpu, sim",

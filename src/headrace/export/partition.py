@@ -243,7 +243,9 @@ class _Split(Partitioner):  # type: ignore[misc]
         for lowering in self.lowerings:
             mine = [t for t in tags.values() if t.backend_id == lowering.backend]
             if mine:
-                progress.report(f"{self.method.name}: {lowering.name}, {len(mine)} islands")
+                progress.report(
+                    f"{self.method.name}: {lowering.name}, {len(mine)} island{'s' if len(mine) > 1 else ''}"
+                )
         return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
 
 
