@@ -242,9 +242,21 @@ _CUDA_SOURCES = (
 )
 # For a GPU: a few whose structure is tested anywhere, and all that tests/cuda runs.
 CUDA_FEW = Collection(
-    "tests.programs.export_cuda", _CUDA_SOURCES, package_folders, "few", CUDA_PINS, _few_for_cuda
+    "tests.programs.export_cuda",
+    _CUDA_SOURCES,
+    package_folders,
+    which="few",
+    pins=CUDA_PINS,
+    listed=_few_for_cuda,
 )
-CUDA = Collection("tests.programs.export_cuda", _CUDA_SOURCES, package_folders, "all", CUDA_PINS, _for_cuda)
+CUDA = Collection(
+    "tests.programs.export_cuda",
+    _CUDA_SOURCES,
+    package_folders,
+    which="all",
+    pins=CUDA_PINS,
+    listed=_for_cuda,
+)
 
 
 def _splits() -> list[str]:
@@ -271,8 +283,8 @@ SPLIT = Collection(
         *sorted((ROOT / "src" / "headrace" / "export").glob("*.py")),
     ),
     package_folders,
-    ("HEADRACE_ALL_SPLITS",),
-    _splits,
+    variables=("HEADRACE_ALL_SPLITS",),
+    listed=_splits,
 )
 
 
