@@ -17,6 +17,7 @@ void Temporaries::begin(StreamHandle stream, bool keep) {
 }
 
 void* Temporaries::take(size_t nbytes) try {
+  std::lock_guard lock(mutex_);
   size_t best = waiting_.size(), largest = waiting_.size();
   for (size_t i = 0; i < waiting_.size(); ++i) {
     size_t capacity = waiting_[i]->capacity();
@@ -56,6 +57,7 @@ void* Temporaries::take(size_t nbytes) try {
 }
 
 void Temporaries::give(void* data) {
+  std::lock_guard lock(mutex_);
   auto found =
       std::find_if(taken_.rbegin(), taken_.rend(), [&](const BlockRef& b) { return b->data() == data; });
   if (found == taken_.rend()) return;

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -13,7 +14,8 @@
 namespace headrace {
 
 // The islands of one instance of a method share one: their calls follow each other in stream order, so memory
-// that one has done with serves the next, on whichever stream, at once. One thread at a time.
+// that one has done with serves the next, on whichever stream, at once. One run at a time; what an island
+// holds for good may be given back meanwhile, on any thread.
 //
 // A block serves requests up to its size. Where none that waits is large enough, a new one takes the place of
 // the largest that waits; but not while a graph uses them, or is about to.
@@ -39,6 +41,7 @@ class Temporaries {
  private:
   const DeviceRef device_;
   const std::shared_ptr<Ring> ring_;
+  std::mutex mutex_;  // of the two below
   std::vector<BlockRef> waiting_, taken_;
   std::shared_ptr<std::atomic<int>> pins_ = std::make_shared<std::atomic<int>>(0);
   StreamHandle stream_ = kPerThreadStream;

@@ -108,6 +108,18 @@ def calls(gpu: Any, mlp: Mlp) -> None:
         assert (counts("cuMemAllocFromPoolAsync"), counts("cuEventCreate")) == before
 
 
+def another_gpu(mlp: Mlp) -> None:
+    """DE1, CS6: the library finds the program's device current, and no other; the thread's is what it was."""
+    gpu = headrace.device("cuda:1")
+    with mlp.program.open(gpu) as loaded:
+        for k in range(3):
+            assert mlp.right(loaded["forward"](*mlp.inputs(k), stream=gpu.stream())[0], k)
+        graph = loaded["forward"].capture(*mlp.inputs(0))
+        assert mlp.right(graph.replay(*mlp.inputs(1))[0], 1)
+        graph.close()
+    settle(gpu)
+
+
 def instances_share_weights(gpu: Any, mlp: Mlp) -> None:
     """DE1: one copy on the device for all instances; each has temporaries of its own."""
     held = []
@@ -210,6 +222,7 @@ def main() -> None:
     gpu = headrace.device("cuda:0")
     mlp = Mlp()
     calls(gpu, mlp)
+    another_gpu(mlp)
     instances_share_weights(gpu, mlp)
     graphs(gpu, mlp)
     no_kernel_for_this_gpu(gpu, mlp)
@@ -218,7 +231,8 @@ def main() -> None:
     del gpu
     gc.collect()
     driver.fake_run_all()
-    headrace.device("cuda:0").synchronize()
+    for name in ("cuda:0", "cuda:1"):
+        headrace.device(name).synchronize()
     left = driver.fake_left().decode()
     assert left == "", left
     print("done")

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "../device/check.h"
+#include "cuda/temporaries.h"
 #include "device/driver.h"
 #include "headrace/block.h"
 
@@ -83,6 +84,66 @@ TEST(cuda_copies_and_fills_in_stream_order) {
   CHECK(out[0] == 7 && out[1] == 9 && out[2] == 9 && out[63] == 7);
   CHECK_OK(device->free(data, stream));
   CHECK_OK(device->destroy_stream(stream));
+  nothing_left();
+}
+
+TEST(cuda_temporaries_serve_again_what_was_given_back) {
+  DeviceRef device = gpu();
+  StreamHandle first = *device->create_stream({}), second = *device->create_stream({});
+  {
+    Temporaries temporaries(device);
+    temporaries.begin(first, false);
+    void* small = temporaries.take(100);
+    void* large = temporaries.take(1000);
+    CHECK(small != nullptr && large != nullptr && small != large);
+    CHECK_OK(device->fill(large, 7, 1000, first));
+    temporaries.give(large);
+    temporaries.give(small);
+    // Another stream, a steady state: the smallest that is large enough, and nothing of the driver's.
+    int64_t made = calls("cuMemAllocFromPoolAsync"), freed = calls("cuMemFreeAsync");
+    for (int round = 0; round < 3; ++round) {
+      temporaries.begin(second, false);
+      CHECK(temporaries.take(100) == small && temporaries.take(101) == large);
+      temporaries.give(small);
+      temporaries.give(large);
+    }
+    CHECK_EQ(calls("cuMemAllocFromPoolAsync"), made);
+    // One that fits nowhere takes the place of the largest that waits, whose memory goes behind its work.
+    void* larger = temporaries.take(5000);
+    CHECK(larger != nullptr && calls("cuMemAllocFromPoolAsync") == made + 1);
+    CHECK_EQ(calls("cuMemFreeAsync"), freed + 1);
+    CHECK_EQ(temporaries.nbytes(), 128 + 5056);
+    temporaries.give(larger);
+    // Not while a graph holds them, or a run is recorded for one.
+    {
+      auto pin = temporaries.pin();
+      CHECK(temporaries.take(9000) != nullptr);
+    }
+    temporaries.begin(second, true);
+    CHECK(temporaries.take(10000) != nullptr);
+    CHECK_EQ(calls("cuMemFreeAsync"), freed + 1);
+    // What cannot be had is told, and the next run finds it.
+    fail("cuMemAllocFromPoolAsync", 0, cu::kOutOfMemory);
+    temporaries.begin(first, false);
+    CHECK(temporaries.take(100000) == nullptr);
+    CHECK(temporaries.failure().code() == ErrorCode::kOutOfDeviceMemory);
+    temporaries.begin(first, false);
+    CHECK(temporaries.take(100000) != nullptr && temporaries.failure().ok());
+    // While a stream captures there is nothing but what waits.
+    CHECK_OK(device->begin_capture(second, CaptureMode::kThreadLocal));
+    {
+      PutOffScope capture;
+      temporaries.begin(second, true);
+      CHECK(temporaries.take(200000) == nullptr);
+      CHECK(temporaries.failure().code() == ErrorCode::kCapture);
+    }
+    (void)device->end_capture(second);
+    CHECK_OK(device->synchronize(first));
+    CHECK_OK(device->synchronize(second));
+  }
+  CHECK_OK(device->destroy_stream(first));
+  CHECK_OK(device->destroy_stream(second));
+  CHECK_EQ(device->memory().current_nbytes, 0);
   nothing_left();
 }
 

@@ -60,6 +60,7 @@ def binary() -> Path:
     BUILD.mkdir(parents=True, exist_ok=True)
     sources = [
         *sorted((NATIVE / "device").glob("*.cpp")),
+        NATIVE / "cuda/temporaries.cpp",
         device_tests.HERE / "main.cpp",
         HERE / "test_cuda.cpp",
     ]
@@ -87,7 +88,7 @@ def test_the_device_keeps_the_rules(without: tuple[str, ...]) -> None:
         [str(binary())], capture_output=True, text=True, env={**os.environ, **variables}, timeout=600
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout[-6000:] + done.stderr[-6000:]
-    assert "26 tests" in done.stdout and " 0 failures" in done.stdout
+    assert "27 tests" in done.stdout and " 0 failures" in done.stdout
 
 
 def test_programs_and_arrays_on_the_fake_device(upstream: Callable[..., Path]) -> None:
@@ -111,7 +112,7 @@ def test_aotinductor_on_the_fake_device() -> None:
     """DE1, DE5, SY4, LT2, LT3, LT4, GR1, GR2, OP3: a real CUDA library, with a fault at every call to the driver; what
     each part shows is in child_aoti.py."""
     child = "from tests.native.cuda.child_aoti import main; main()"
-    done = run_python(child, environment=environment(fake()), timeout_s=600)
+    done = run_python(child, environment=environment(fake(), FAKE_DEVICES="2"), timeout_s=600)
     # Libraries print the text of their own failures, and nothing else is printed.
     theirs = ("Error: ", "Failed to ")
     assert all(line.startswith(theirs) for line in done.stderr.splitlines()), done.stderr[-3000:]
