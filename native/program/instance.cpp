@@ -159,28 +159,46 @@ void Instance::find_overwritten() {
       if (from != nullptr) copies.push_back({c, i, from, in.args.front()});
     }
   }
-  for (const Copy& copy : copies) {
-    bool written = false;
+  auto operator_of = [&](const Instruction& in) -> std::string_view {
+    return in.kind == InstructionKind::kKernel && !in.args.empty()
+               ? plan_.operators[static_cast<size_t>(in.target)]
+               : std::string_view();
+  };
+  bool straight = !plan_.loops;  // no instruction is left out, none comes twice
+  for (const auto& chain : plan_.chains) {
+    for (const Instruction& in : chain) straight &= in.kind != InstructionKind::kJumpFalse;
+  }
+  auto is_written = [&](const Copy& copy) {
     for (size_t c = plan_.loops ? 0 : copy.chain; c < plan_.chains.size(); ++c) {
       size_t first = !plan_.loops && c == copy.chain ? copy.instruction + 1 : 0;
       for (size_t i = first; i < plan_.chains[c].size(); ++i) {
         const Instruction& in = plan_.chains[c][i];
-        bool in_place =
-            in.kind == InstructionKind::kKernel && !in.args.empty() &&
-            (in.args.back() == copy.value ||
-             (in.args.front() == copy.value &&
-              plan_.operators[static_cast<size_t>(in.target)].find("_copy") == std::string::npos &&
-              plan_.operators[static_cast<size_t>(in.target)].ends_with("_")));
-        written |= in_place;
+        std::string_view op = operator_of(in);
+        bool comes_back = op == "et_copy::_d2h_copy.out";
+        bool in_place = !op.empty() && !comes_back &&
+                        (in.args.back() == copy.value ||
+                         (in.args.front() == copy.value && op.find("_copy") == std::string_view::npos &&
+                          op.ends_with("_")));
+        if (in_place) return true;
         for (int32_t value : in.args) {
+          // A copy from the device is behind this one on the stream; it is the host that would not wait.
+          if (comes_back && value == in.args.back()) continue;
           const TensorPlan* other = value == copy.value ? nullptr : host(value);
-          written |= other != nullptr && other->memory_id == copy.from->memory_id &&
-                     other->memory_offset < copy.from->memory_offset + copy.from->nbytes &&
-                     copy.from->memory_offset < other->memory_offset + other->nbytes;
+          if (other != nullptr && other->memory_id == copy.from->memory_id &&
+              other->memory_offset < copy.from->memory_offset + copy.from->nbytes &&
+              copy.from->memory_offset < other->memory_offset + other->nbytes)
+            return true;
         }
+        // What comes back for the host to read is waited for, and everything before it on the stream.
+        bool goes_out = comes_back && std::find(plan_.outputs.begin(), plan_.outputs.end(), in.args.back()) !=
+                                          plan_.outputs.end();
+        if (straight && comes_back && !goes_out) return false;
       }
     }
-    if (written) overwritten_.push_back(planned_address(*copy.from));
+    return false;
+  };
+  for (const Copy& copy : copies) {
+    if (is_written(copy)) overwritten_.push_back(planned_address(*copy.from));
   }
 }
 
