@@ -14,7 +14,7 @@ demo: .venv/ready ## set up, then classify handwritten digits
 	$(RUN) -m examples.digits.demo
 
 test: .venv-dev/ready .venv-export/ready ## all tests that need no GPU
-	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m pytest $(PYTEST)
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m pytest -n auto --dist loadfile $(PYTEST)
 
 test-seeds: .venv-dev/ready .venv-export/ready ## the contract of streams under 1,000 orders of the simulated device
 	HEADRACE_SEEDS=1000 HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m pytest -q -k seeds tests/contract
