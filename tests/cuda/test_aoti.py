@@ -17,7 +17,7 @@ from tests.conftest import run_python, succeeded
 from . import kernels
 from .test_streams import bits
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore::headrace.LaneWarning")]
 
 REPEATS = 1000
 NAMES = programs.CUDA.names()

@@ -14,7 +14,7 @@ from tests.contract.conftest import Golden, golden
 from . import kernels
 from .kernels import cupy, torch
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore::headrace.LaneWarning")]
 
 LIBRARIES = ("cupy", "torch", "cuda array interface")
 

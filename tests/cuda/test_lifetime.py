@@ -130,10 +130,12 @@ def test_a_process_that_ends_with_work_in_flight_ends_well(gpu: Any) -> None:
         run_python(
             """
             import threading
+            import warnings
             import headrace
             from tests.contract.conftest import golden
             from tests.cuda import kernels
 
+            warnings.simplefilter("ignore", headrace.LaneWarning)
             kernels.install(delay_ms=1)
             gpu = headrace.device("cuda:0")
             program = golden("chain10").load(gpu)

@@ -14,7 +14,7 @@ from tests.contract.conftest import Golden
 
 from . import kernels
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore::headrace.LaneWarning")]
 
 REPEATS = 1000
 
