@@ -7,7 +7,8 @@ namespace headrace {
 Result<std::shared_ptr<const Lane>> Lane::open(DeviceRef device, const PartitionRef& partition) {
   if (partition->device_id() != device->id()) {
     Status status(ErrorCode::kDevice, "lane: expected a partition of the program's device, " +
-                                          device->name() + ", got one of " + partition->device_name() +
+                                          device->name() + ", got one of " +
+                                          device_name_of(partition->device_id(), device->name()) +
                                           "; load the program on the partition's device");
     status.device = device->name();
     return status;

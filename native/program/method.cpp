@@ -146,6 +146,11 @@ Status MethodPool::check_inputs(std::span<const Value> inputs) const {
       return Status(ErrorCode::kInput, name_ + ", input " + std::to_string(i) + name + ": expected " +
                                            describe(want) + ", got " + describe(got) + what);
     };
+    if (got.kind == Value::Kind::kTensor) {
+      if (std::string problem = problem_of(got.tensor); !problem.empty())
+        return Status(ErrorCode::kInput, name_ + ", input " + std::to_string(i) + ": expected " +
+                                             describe(want) + ", got a tensor with " + problem);
+    }
     if (want.kind != got.kind) return wrong("");
     if (std::string only = number(want), given = number(got); only != given) {
       return wrong(" " + given + "; the program was exported for " + only + " and accepts no other");
@@ -174,6 +179,11 @@ Status MethodPool::check_out(std::span<const Value> out) const {
     if (out[i].kind == Value::Kind::kNone) continue;
     const ValueInfo& want = outputs_[i];
     const TensorView& view = out[i].tensor;
+    if (out[i].kind == Value::Kind::kTensor) {
+      if (std::string problem = problem_of(view); !problem.empty())
+        return Status(ErrorCode::kInput, name_ + ", out " + std::to_string(i) + ": expected " +
+                                             describe(want) + ", got a tensor with " + problem);
+    }
     bool fits = want.kind == Value::Kind::kTensor && out[i].kind == Value::Kind::kTensor &&
                 view.dtype == want.dtype && static_cast<size_t>(view.ndim) == want.shape.size();
     for (size_t d = 0; fits && d < want.shape.size(); ++d) {

@@ -38,6 +38,17 @@ std::string device_name(DeviceId device) {
   return device.kind == DeviceKind::kCpu ? "cpu" : "cuda:" + std::to_string(device.index);
 }
 
+std::string problem_of(const TensorView& view) {
+  if (view.ndim < 0 || view.ndim > static_cast<int>(kMaxDims))
+    return "a rank of " + std::to_string(view.ndim) + ", where 0 to " + std::to_string(kMaxDims) +
+           " is possible";
+  for (int d = 0; d < view.ndim; ++d) {
+    int64_t size = view.sizes[static_cast<size_t>(d)];
+    if (size < 0) return "a size of " + std::to_string(size) + " in dimension " + std::to_string(d);
+  }
+  return view.data == nullptr && view.numel() != 0 ? "no memory: its data is null" : "";
+}
+
 std::string describe(const TensorView& view) {
   std::string out = dtype_name(view.dtype) + "[";
   for (int i = 0; i < view.ndim; ++i)

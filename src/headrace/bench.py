@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from . import lanes
 from .device import device as open_device
 from .errors import OptionError
 from .program import Method, load
+
+# The greatest target in microseconds, and the most calls that are timed.
+MOST, MOST_CALLS = 1e12, 10_000_000
 
 __all__ = ["add_arguments", "measure", "table", "tenants"]
 
@@ -42,10 +47,16 @@ def _numbers(option: str, text: str, count: int, none: str = "") -> list[float |
         raise OptionError(f"{option}: expected {count} numbers, one for each program, got {text!r}")
     out: list[float | None] = []
     for part in parts:
+        if none and part == none:
+            out.append(None)
+            continue
         try:
-            out.append(None if none and part == none else float(part))
+            number = float(part)
         except ValueError:
-            raise OptionError(f"{option}: expected numbers, got {part!r}") from None
+            number = math.nan
+        if not 0 < number < MOST:
+            raise OptionError(f"{option}: expected numbers above 0 and below {MOST:g}, got {part!r}")
+        out.append(number)
     return out
 
 
@@ -75,8 +86,10 @@ def measure(args: argparse.Namespace, made_up: Callable[[Method], Sequence[Any]]
         raise OptionError(
             "expected --lanes or --targets, got " + ("neither" if args.lanes is None else "both")
         )
-    if args.calls < 1:
-        raise OptionError(f"--calls: expected 1 or more, got {args.calls}")
+    if not 1 <= args.calls <= MOST_CALLS:
+        raise OptionError(f"--calls: expected 1 to {MOST_CALLS}, got {args.calls}")
+    if args.plot and (Path(args.plot).is_dir() or not Path(args.plot).absolute().parent.is_dir()):
+        raise OptionError(f"--plot: expected a file in a folder that is there, got {args.plot!r}")
     count = len(args.files)
     targets = [None] * count if args.targets is None else _numbers("--targets", args.targets, count, "-")
     device = open_device(args.device)
@@ -90,7 +103,11 @@ def measure(args: argparse.Namespace, made_up: Callable[[Method], Sequence[Any]]
             "curves": [[asdict(one) for one in curve] for curve in proposal.curves],
             "measured": [asdict(one) for one in proposal.measured],
         }
-    sizes = [int(size or 0) for size in _numbers("--lanes", args.lanes, count)]
+    sizes = []
+    for size in _numbers("--lanes", args.lanes, count):
+        if size is None or size != int(size):
+            raise OptionError(f"--lanes: expected whole numbers of multiprocessors, got {args.lanes!r}")
+        sizes.append(int(size))
     measured = lanes.side_by_side(found, sizes, device=device, calls=args.calls)
     if args.plot:
         lanes.plot_side_by_side(measured, args.plot)

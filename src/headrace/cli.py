@@ -373,7 +373,7 @@ def _run(args: argparse.Namespace) -> int:
         raise OptionError(f"--repeat: expected 1 or more, got {args.repeat}")
     device, lane = _device(args), None
     if args.green_context_sms is not None:
-        if args.green_context_sms < 1:
+        if not 1 <= args.green_context_sms < 2**31:
             raise OptionError(f"--green-context-sms: expected 1 or more, got {args.green_context_sms}")
         device = open_device(device or "cuda:0") if device is None or isinstance(device, str) else device
         lane = device.partition(sms=args.green_context_sms)

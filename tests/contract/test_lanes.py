@@ -110,6 +110,9 @@ def test_what_cannot_be_a_lane_is_refused(late: Any) -> None:
         headrace.DeviceError, match="partition of the program's device, sim:0, got one of sim:1"
     ):
         program.load(late, lane=sim.partition(sms=8))
+    # Another device of the same name.
+    with pytest.raises(headrace.DeviceError, match="got one of sim:0, another device of that name"):
+        program.load(late, lane=headrace.device("sim").partition(sms=8))
     lane = late.partition(sms=8)
     for wrong in (8, "8", lane.stream(), late):
         with pytest.raises(headrace.OptionError, match=r"Partition, as Device.partition\(\) gives it"):

@@ -240,6 +240,29 @@ void refusal(const std::string& path) {
   CHECK(headrace::Program::load(*file, {}).ok());
 }
 
+// A view that is wrong in itself is told before anybody looks at it; inputs and `out` alike.
+void views(const std::string& path) {
+  auto program = load(path);
+  auto method = program->method(program->method_names().at(0));
+  std::vector<float> x(8 * 16, 1.0f), y(16 * 8, 1.0f), z(8 * 8, 0.0f);
+  std::vector<Value> outputs;
+  auto with = [&](const std::function<void(headrace::TensorView&)>& wrong, bool of_out) {
+    std::vector<Value> inputs{tensor(x, {8, 16}), tensor(y, {16, 8})}, out{tensor(z, {8, 8})};
+    wrong(of_out ? out[0].tensor : inputs[0].tensor);
+    headrace::Status status = method->run(inputs, out, {}, outputs);
+    CHECK(status.code() == ErrorCode::kInput);
+    CHECK_HAS(status.message(), of_out ? "out 0" : "input 0");
+    return status.message();
+  };
+  for (bool of_out : {false, true}) {
+    CHECK_HAS(with([](auto& view) { view.data = nullptr; }, of_out), "no memory: its data is null");
+    CHECK_HAS(with([](auto& view) { view.sizes[1] = -8; }, of_out), "a size of -8 in dimension 1");
+    CHECK_HAS(with([](auto& view) { view.ndim = 99; }, of_out), "a rank of 99, where 0 to 16 is possible");
+    CHECK_HAS(with([](auto& view) { view.ndim = -1; }, of_out), "a rank of -1");
+  }
+  CHECK(multiply(*method, 1.0f).ok());
+}
+
 // Each instance's handle is made once and destroyed once, after its last call.
 void handles(const std::string& path) {
   {
@@ -328,8 +351,9 @@ int main(int argc, char** argv) {
   CHECK(et::register_backend({"NotThere", &delegate}) == et::Error::Ok);
   const std::string scenario = argv[1], path = argv[2];
   const std::pair<const char*, void (*)(const std::string&)> all[] = {
-      {"turns", turns},     {"overlap", overlap}, {"reentry", reentry}, {"failure", failure},
-      {"refusal", refusal}, {"handles", handles}, {"methods", methods}, {"ending", ending}};
+      {"turns", turns},     {"overlap", overlap}, {"reentry", reentry},
+      {"failure", failure}, {"refusal", refusal}, {"handles", handles},
+      {"methods", methods}, {"ending", ending},   {"views", views}};
   for (const auto& [name, run] : all) {
     if (scenario != name) continue;
     run(path);

@@ -46,13 +46,14 @@ def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("failure", "not_there"),
         ("refusal", "not_there"),
         ("handles", "not_there"),
+        ("views", "not_there"),
         ("ending", "not_there"),
         ("methods", "two_methods"),
     ],
 )
 def test_calls(binary: Path, scenario: str, program: str) -> None:
     """OR7: one call at a time in an instance, as many at a time as there are instances, methods apart.
-    OP3, OP4, DE5: a delegate that fails, refuses or is unavailable. LT3: handles, and the end of the process."""
+    OP5: views that are wrong in themselves. OP3, OP4, DE5: a delegate that fails, refuses or is unavailable. LT3: handles, and the end of the process."""
     done = subprocess.run(
         [*compiler.prefix(), binary, scenario, programs.load(program).path],
         capture_output=True,

@@ -198,6 +198,10 @@ def test_proposals_need_a_target_and_sizes_that_exist() -> None:
         lanes.propose([named("a", 1)], device=device, margin=0.5)
     with pytest.raises(headrace.OptionError, match="1 to 132 multiprocessors, got 133"):
         lanes.propose([named("a", 1)], device=device, sizes=[8, 133])
+    with pytest.raises(headrace.OptionError, match="sizes: expected at least one"):
+        lanes.propose([named("a", 1)], device=device, sizes=[])
+    with pytest.raises(headrace.OptionError, match="one size for each of 1 tenants, got 2"):
+        lanes.side_by_side([tenant()], [8, 8], device=device)
     with pytest.raises(headrace.DeviceError, match="partition"):
         lanes.propose([named("a", 1)], device="cpu")
     for wrong in (0, -1, float("nan")):
@@ -253,7 +257,12 @@ def test_the_command_measures_and_proposes(capsys: pytest.CaptureFixture[str], t
     assert status == 0 and told["proposal"]["lanes"] == [8, 120] and len(told["curves"]) == 2
     status, out, _ = run("bench", *files, "--targets", "1e-3,-")
     assert status != 0 and "no lanes meet the targets" in out
-    for wrong in (["--lanes", "8"], ["--lanes", "8,x"], [], ["--lanes", "8,8", "--targets", "1,1"]):
+    for wrong in (
+        *(["--lanes", text] for text in ("8", "8,x", "8,8.5", "8,nan", "8,1e30", "8,0")),
+        *(["--targets", text] for text in ("1", "nan,-", "0,-", "inf,-")),
+        *([], ["--lanes", "8,8", "--targets", "1,1"], ["--lanes", "8,8", "--plot", tmp_path]),
+        ["--lanes", "8,8", "--plot", tmp_path / "none" / "lanes.svg"],
+    ):
         status, _, err = run("bench", *files, *wrong)
         assert status != 0 and "OptionError" in err
     assert np.isfinite(told["measured"][0]["latency"]["p99_us"])

@@ -85,6 +85,10 @@ struct TensorView {
   size_t nbytes() const { return static_cast<size_t>(numel()) * itemsize(dtype); }
 };
 
+// What is wrong with a view in itself; empty: nothing. Nobody may look at the sizes of one whose rank is
+// wrong.
+HEADRACE_API std::string problem_of(const TensorView& view);
+
 // "float32[2, 80]".
 HEADRACE_API std::string describe(const TensorView& view);
 

@@ -239,6 +239,8 @@ def side_by_side(
     """Everything that says what lanes are worth: each tenant alone on the whole GPU, alone in its lane, beside the others
     in lanes, beside the others with nobody in a lane, and in its lane with the others in none. Arguments, waiting and
     errors as `measure`."""
+    if len(sms) != len(tenants) or not tenants:
+        raise OptionError(f"sms: expected one size for each of {len(tenants)} tenants, got {len(sms)}")
     if any(count < 1 for count in sms):
         raise OptionError(f"sms: expected sizes of at least 1, got {list(sms)}")
     found = []

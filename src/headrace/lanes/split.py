@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,8 @@ def _sizes(device: Any, sizes: Sequence[int] | None) -> list[int]:
     if least == 0:
         device.split([1])  # says why there are no partitions
     if sizes is not None:
+        if not sizes:
+            raise OptionError("sizes: expected at least one, got none")
         if bad := [size for size in sizes if not 1 <= size <= total]:
             raise OptionError(f"sizes: expected 1 to {total} multiprocessors, got {bad[0]}")
         return sorted(set(sizes))
@@ -73,7 +76,7 @@ def propose(
     """
     if not any(tenant.target_us is not None for tenant in tenants):
         raise OptionError("tenants: expected one with target_us at least, got none")
-    if not margin >= 1:
+    if not 1 <= margin < math.inf:
         raise OptionError(f"margin: expected 1 or more, got {margin!r}")
     where = open_device(device) if isinstance(device, str) else device
     tried = _sizes(where, sizes)
