@@ -28,7 +28,10 @@ SANITIZE = (
     "-fno-sanitize-recover=all",
     "-fno-omit-frame-pointer",
 )
-SOURCES = ("cuda/image", "cuda/host_spec", "program/cuda_payload", "program/tensor", "program/text")
+SOURCES = (
+    *("cuda/gpu_code", "cuda/image", "cuda/host_spec"),
+    *("program/cuda_payload", "program/tensor", "program/text"),
+)
 
 
 def build(folder: Path) -> Path:

@@ -35,6 +35,13 @@ class Order:
             for p in producers[i]:
                 self.after[p] |= self.after[i] | 1 << i
 
+    def copy(self) -> Order:
+        """One that may be changed apart from this."""
+        other = Order(())
+        other.group, other.members = list(self.group), dict(self.members)
+        other.before, other.after = list(self.before), list(self.after)
+        return other
+
     def between(self, a: int, b: int) -> int | None:
         """The least node on a path from one of the groups to the other through a third, or None: they may join."""
         a, b = self.group[a], self.group[b]
@@ -99,7 +106,7 @@ def grow(
     merge    join islands that share no edge, too, where no cycle comes of it
 
     Each unit, in the order of the nodes, joins the islands whose results it takes; then islands join pair by pair,
-    the first with the earliest. The same graph gives the same islands.
+    the first with the earliest, until no two can. The same graph gives the same islands.
     """
     order = Order(producers)
     for island in taken:
@@ -108,13 +115,16 @@ def grow(
     left: dict[int, str] = {}
     heads: list[int] = []
     for unit in _disjoint(units):
+        # Of one that cannot be whole nothing is joined: its parts would stand between others.
+        whole = order.copy() if len(unit) > 1 else order
         for node in unit[1:]:
-            through = order.between(unit[0], node)
+            through = whole.between(unit[0], node)
             if through is not None:
                 left.update(dict.fromkeys(unit, f"a cycle: {name(through)} stands between its parts"))
                 break
-            order.join(unit[0], node)
+            whole.join(unit[0], node)
         else:
+            order = whole
             heads.append(unit[0])
     claimed = {order.group[head] for head in heads}
     apart: dict[int, str] = {}
@@ -133,12 +143,15 @@ def grow(
                 claimed.add(order.group[node])
             else:
                 apart[node] = f"a cycle: {name(through)} stands between it and {name(producer)}"
-    if merge:
+    joined = merge
+    while joined:  # what stood between two islands may have become a part of one of them
+        joined = False
         for a in sorted(claimed):
             for b in sorted(claimed):
                 if a < b and a in claimed and b in claimed and order.between(a, b) is None:
                     order.join(a, b)
                     claimed.discard(b)
+                    joined = True
     islands = []
     for head in sorted(claimed):
         nodes = tuple(_bits(order.members[head]))
