@@ -222,12 +222,16 @@ def _few_for_cuda() -> list[str]:
 
 
 STOCK = Collection(
-    "tests.programs.export", tuple(HERE / f"{name}.py" for name in ("delegates", "export", "graph", "models"))
+    "tests.programs.export",
+    tuple(HERE / f"{name}.py" for name in ("delegates", "export", "exporting", "graph", "models")),
 )
 AOTI = Collection(
     "tests.programs.export_aoti",
     (
-        *(HERE / f"{name}.py" for name in ("aoti", "delegates", "export", "export_aoti", "graph")),
+        *(
+            HERE / f"{name}.py"
+            for name in ("aoti", "delegates", "export", "export_aoti", "exporting", "graph")
+        ),
         HERE / "wrapper.h",
         *sorted((ROOT / "src" / "headrace" / "export").glob("*.py")),
     ),
@@ -236,7 +240,7 @@ AOTI = Collection(
 
 _CUDA_SOURCES = (
     *(HERE / f"{name}.py" for name in ("aoti", "cuda_models", "delegates", "export", "export_aoti")),
-    *(HERE / f"{name}.py" for name in ("export_cuda", "graph")),
+    *(HERE / f"{name}.py" for name in ("export_cuda", "exporting", "graph")),
     *sorted((ROOT / "src" / "headrace" / "export").glob("*.py")),
     ROOT / "src" / "headrace" / "pte" / "fatbin.py",
 )
@@ -274,6 +278,7 @@ SPLIT = Collection(
                 "aoti",
                 "export",
                 "export_aoti",
+                "exporting",
                 "export_split",
                 "random_models",
                 "split",

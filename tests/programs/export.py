@@ -19,8 +19,6 @@ import importlib.metadata
 import json
 import logging
 import sys
-import time
-import traceback
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from . import PINS, folder
 from .delegates import delegate
+from .exporting import collect, tried
 from .models import MODELS, Export
 
 __all__ = ["export", "record", "view"]
@@ -173,26 +172,11 @@ def main(only: list[str]) -> int:
     torch.set_num_threads(2)
     there = folder()
     there.mkdir(parents=True, exist_ok=True)
-    index: dict[str, Any] = {}
-    failed: list[str] = []
-    for name in only or MODELS:
-        began = time.perf_counter()
-        try:
-            index[name] = export(name, MODELS[name](), there)
-        except Exception:
-            failed.append(name)
-            print(f"{name}: {traceback.format_exc()[-3000:]}", file=sys.stderr)
-            continue
-        size = (there / f"{name}.pte").stat().st_size
-        print(f"{name:32} {size:8} bytes  {time.perf_counter() - began:5.2f} s", flush=True)
-    if failed:
-        print(f"tests/programs: {len(failed)} not exported: {', '.join(failed)}", file=sys.stderr)
-        return 1
-    if not only:
-        pending = there / "index.json.pending"
-        pending.write_text(json.dumps(index, indent=1))
-        pending.rename(there / "index.json")
-    return 0
+    results = (
+        (name, tried(name, lambda name=name: export(name, MODELS[name](), there), there))
+        for name in only or MODELS
+    )
+    return collect(there, results, whole=not only)
 
 
 if __name__ == "__main__":

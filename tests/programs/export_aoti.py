@@ -14,30 +14,21 @@ compiled beforehand; neither changes a byte of what is written.
 
 from __future__ import annotations
 
-import concurrent.futures
 import fcntl
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import shlex
 import shutil
 import sys
 import tempfile
 import time
-import traceback
-import types
 import warnings
 from pathlib import Path
 from typing import Any
 
-
-def without_run_time(folders: list[str]) -> None:
-    """Make ``headrace`` a package of these folders alone, whose ``__init__`` would load the engine."""
-    package = types.ModuleType("headrace")
-    package.__path__ = folders
-    sys.modules["headrace"] = package
+from .exporting import Entry, arguments_of, collect, tried, without_run_time, workers
 
 
 def compile_once(folder: Path) -> None:
@@ -113,18 +104,12 @@ def export(name: str, made: Any, there: Path) -> dict[str, Any]:
     }
 
 
-def exported(name: str) -> tuple[dict[str, Any] | None, str]:
-    """One program: its entry of the index, or None, and what to print. Runs in a worker."""
+def exported(name: str) -> Entry:
+    """One program. Runs in a worker."""
     from . import AOTI
     from .aoti import MODELS
 
-    began = time.perf_counter()
-    try:
-        entry = export(name, MODELS[name](), AOTI.folder())
-    except Exception:
-        return None, f"{name}: {traceback.format_exc()[-3000:]}"
-    size = (AOTI.folder() / f"{name}.pte").stat().st_size
-    return entry, f"{name:32} {size:8} bytes  {time.perf_counter() - began:5.2f} s"
+    return tried(name, lambda: export(name, MODELS[name](), AOTI.folder()), AOTI.folder())
 
 
 def package_for_torch(path: Path) -> str:
@@ -151,11 +136,7 @@ def package_for_torch(path: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    if "--" in arguments:
-        at = arguments.index("--")
-        folders, only = arguments[:at], arguments[at + 1 :]
-    else:
-        folders, only = arguments, []
+    folders, only = arguments_of(arguments)
     without_run_time(folders)
     warnings.simplefilter("ignore")
     import torch
@@ -169,32 +150,16 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     there = AOTI.folder()
     there.mkdir(parents=True, exist_ok=True)
-    index: dict[str, Any] = {}
-    failed: list[str] = []
-    # Forked, so that the exporter is imported once; nothing has used torch's threads yet.
-    workers = concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("fork"))
-    with tempfile.TemporaryDirectory() as compiled, workers:
+    with tempfile.TemporaryDirectory() as compiled, workers() as pool:
         # Apart from the user's own cache, and gone afterwards.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
         compile_once(Path(compiled))
         names = only or list(MODELS)
-        packaged = None if only else workers.submit(package_for_torch, there / "torch.pt2")
-        for name, (entry, said) in zip(names, workers.map(exported, names), strict=True):
-            print(said, flush=True, file=sys.stdout if entry else sys.stderr)
-            if entry is None:
-                failed.append(name)
-            else:
-                index[name] = entry
+        packaged = None if only else pool.submit(package_for_torch, there / "torch.pt2")
+        status = collect(there, zip(names, pool.map(exported, names), strict=True), whole=not only)
         if packaged is not None:
             print(packaged.result(), flush=True)
-    if failed:
-        print(f"tests/programs: {len(failed)} not exported: {', '.join(failed)}", file=sys.stderr)
-        return 1
-    if not only:
-        pending = there / "index.json.pending"
-        pending.write_text(json.dumps(index, indent=1))
-        pending.rename(there / "index.json")
-    return 0
+    return status
 
 
 if __name__ == "__main__":

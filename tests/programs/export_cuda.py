@@ -12,21 +12,17 @@ what is written.
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import logging
-import multiprocessing
 import os
 import sys
 import tempfile
-import time
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .export_aoti import without_run_time
+from .exporting import Entry, arguments_of, collect, tried, without_run_time, workers
 
 ARCHITECTURE = "cuda:sm_90"
 
@@ -144,21 +140,14 @@ FEW = ("mlp", "cnn", "transformer")
 LEFT_OUT = ("add_one", "mlp_host")
 
 
-def exported(name: str, there: str) -> tuple[dict[str, Any] | None, str]:
-    """One program: its entry of the index, or None, and what to print. Runs in a worker."""
-    began = time.perf_counter()
-    try:
-        entry = (export_stock if name in STOCK else export)(name, Path(there))
-    except Exception:
-        return None, f"{name}: {traceback.format_exc()[-3000:]}"
-    size = (Path(there) / f"{name}.pte").stat().st_size
-    return entry, f"{name:32} {size:8} bytes  {time.perf_counter() - began:5.2f} s"
+def exported(name: str, there: Path) -> Entry:
+    """One program. Runs in a worker."""
+    return tried(name, lambda: (export_stock if name in STOCK else export)(name, there), there)
 
 
 def main(arguments: list[str]) -> int:
     which, *rest = arguments
-    at = rest.index("--") if "--" in rest else len(rest)
-    folders, only = rest[:at], rest[at + 1 :]
+    folders, only = arguments_of(rest)
     without_run_time(folders)
     warnings.simplefilter("ignore")
     import torch
@@ -172,28 +161,10 @@ def main(arguments: list[str]) -> int:
     there = (CUDA_FEW if which == "few" else CUDA).folder()
     there.mkdir(parents=True, exist_ok=True)
     names = only or list(FEW if which == "few" else (*makers(), *STOCK))
-    index: dict[str, Any] = {}
-    failed: list[str] = []
-    # Forked, so that the exporter is imported once; nothing has used torch's threads yet.
-    workers = concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("fork"))
-    with tempfile.TemporaryDirectory() as compiled, workers:
+    with tempfile.TemporaryDirectory() as compiled, workers() as pool:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
-        for name, (entry, said) in zip(
-            names, workers.map(exported, names, [str(there)] * len(names)), strict=True
-        ):
-            print(said, flush=True, file=sys.stdout if entry else sys.stderr)
-            if entry is None:
-                failed.append(name)
-            else:
-                index[name] = entry
-    if failed:
-        print(f"tests/programs: {len(failed)} not exported: {', '.join(failed)}", file=sys.stderr)
-        return 1
-    if not only:
-        pending = there / "index.json.pending"
-        pending.write_text(json.dumps(index, indent=1))
-        pending.rename(there / "index.json")
-    return 0
+        results = pool.map(exported, names, [there] * len(names))
+        return collect(there, zip(names, results, strict=True), whole=not only)
 
 
 if __name__ == "__main__":

@@ -11,20 +11,16 @@ with ``HEADRACE_ALL_SPLITS`` set alone, but for ``FEW``.
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import logging
-import multiprocessing
 import os
 import re
 import sys
-import time
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
 
-from .export_aoti import without_run_time
+from .exporting import Entry, arguments_of, collect, tried, without_run_time, workers
 
 # Through AOTInductor in every run of the tests.
 FEW = {"branches.aoti"}
@@ -82,19 +78,15 @@ def export(name: str) -> dict[str, Any]:
     }
 
 
-def exported(name: str) -> tuple[dict[str, Any] | None, str]:
-    """One program: its entry of the index, or None, and what to print. Runs in a worker."""
-    began = time.perf_counter()
-    try:
-        entry = export(name)
-    except Exception:
-        return None, f"{name}: {traceback.format_exc()[-3000:]}"
-    return entry, f"{name:32} {time.perf_counter() - began:5.2f} s"
+def exported(name: str) -> Entry:
+    """One program. Runs in a worker."""
+    from . import SPLIT
+
+    return tried(name, lambda: export(name), SPLIT.folder())
 
 
 def main(arguments: list[str]) -> int:
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    folders, only = arguments[:at], arguments[at + 1 :]
+    folders, only = arguments_of(arguments)
     without_run_time(folders)
     warnings.simplefilter("ignore")
     import torch
@@ -114,24 +106,9 @@ def main(arguments: list[str]) -> int:
 
     bilinear_2d.get_graphs()
     sdpa.get_graphs()
-    index: dict[str, Any] = {}
-    failed: list[str] = []
     wanted = only or names()
-    with concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as workers:
-        for name, (entry, said) in zip(wanted, workers.map(exported, wanted), strict=True):
-            print(said, flush=True, file=sys.stdout if entry else sys.stderr)
-            if entry is None:
-                failed.append(name)
-            else:
-                index[name] = entry
-    if failed:
-        print(f"tests/programs: {len(failed)} not exported: {', '.join(failed)}", file=sys.stderr)
-        return 1
-    if not only:
-        pending = there / "index.json.pending"
-        pending.write_text(json.dumps(index, indent=1))
-        pending.rename(there / "index.json")
-    return 0
+    with workers() as pool:
+        return collect(there, zip(wanted, pool.map(exported, wanted), strict=True), whole=not only)
 
 
 if __name__ == "__main__":

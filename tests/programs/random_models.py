@@ -115,7 +115,7 @@ def remember_operators() -> None:
 
 
 def main(folders: list[str]) -> None:
-    from .export_aoti import without_run_time
+    from .exporting import without_run_time
 
     without_run_time(folders)
     warnings.simplefilter("ignore")

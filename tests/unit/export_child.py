@@ -29,7 +29,7 @@ def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def main(folder: Path, packages: list[str]) -> None:
-    from tests.programs.export_aoti import without_run_time
+    from tests.programs.exporting import without_run_time
 
     without_run_time(packages)
     warnings.simplefilter("ignore")

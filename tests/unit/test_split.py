@@ -53,7 +53,7 @@ def test_kernels_are_the_engines() -> None:
 
 AGAIN = """
     import hashlib, sys, warnings
-    from tests.programs.export_aoti import without_run_time
+    from tests.programs.exporting import without_run_time
     without_run_time(sys.argv[2:])
     warnings.simplefilter("ignore")
     import headrace.export
