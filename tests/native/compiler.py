@@ -61,3 +61,14 @@ def build(*arguments: object, language: str = "c++") -> None:
     """The same, where it has to succeed."""
     done = run(*arguments, language=language)
     assert done.returncode == 0, done.stderr
+
+
+def program(source: Path, target: Path, *linked: object) -> Path:
+    """``source``, compiled against the engine's headers that the build of the package laid out, linked to libheadrace.so
+    and what is named beside."""
+    build(
+        *("-std=c++20", "-O1", "-g", *sanitizer_flags(), "-Wall", "-Wextra", "-Werror", *engine_flags()),
+        *("-I", INCLUDE, source, "-o", target),
+        *(f"-L{libraries()}", f"-Wl,-rpath,{libraries()}", "-lheadrace", "-lexecutorch", *linked, "-pthread"),
+    )
+    return target

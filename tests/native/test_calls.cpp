@@ -18,25 +18,11 @@
 
 #include "headrace/program.h"
 
+#include "check.h"
+
 namespace et = executorch::runtime;
 using headrace::ErrorCode;
 using headrace::Value;
-
-#define CHECK(...)                                                                   \
-  do {                                                                               \
-    if (!(__VA_ARGS__)) {                                                            \
-      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #__VA_ARGS__); \
-      std::_Exit(1);                                                                 \
-    }                                                                                \
-  } while (false)
-
-#define CHECK_HAS(text, part)                                                                    \
-  do {                                                                                           \
-    if ((text).find(part) == std::string::npos) {                                                \
-      std::fprintf(stderr, "%s:%d: no '%s' in: %s\n", __FILE__, __LINE__, part, (text).c_str()); \
-      std::_Exit(1);                                                                             \
-    }                                                                                            \
-  } while (false)
 
 namespace {
 

@@ -11,30 +11,17 @@ from tests import programs
 from tests.native import compiler
 
 HERE = Path(__file__).parent
-LIBRARIES = compiler.libraries()
 
 
 @pytest.fixture(scope="session")
 def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``test_calls.cpp``, compiled against the engine's headers that the build of the package laid out."""
-    target = tmp_path_factory.mktemp("native") / "test_calls"
-    compiler.build(
-        *(
-            "-std=c++20",
-            "-O1",
-            "-g",
-            *compiler.sanitizer_flags(),
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            *compiler.engine_flags(),
-        ),
-        *("-I", compiler.INCLUDE, HERE / "test_calls.cpp", "-o", target),
-        *(f"-L{LIBRARIES}", f"-Wl,-rpath,{LIBRARIES}"),
+    return compiler.program(
+        HERE / "test_calls.cpp",
+        tmp_path_factory.mktemp("native") / "test_calls",
         # The kernels only register themselves, so nothing here refers to them.
-        *("-lheadrace", "-lexecutorch", "-Wl,--no-as-needed", "-lexecutorch_kernels_optimized", "-pthread"),
+        *("-Wl,--no-as-needed", "-lexecutorch_kernels_optimized"),
     )
-    return target
 
 
 @pytest.mark.parametrize(

@@ -15,18 +15,12 @@
 #include "headrace/device_guard.h"
 #include "headrace/program.h"
 
+#include "check.h"
+
 namespace et = executorch::runtime;
 using headrace::CaptureStage;
 using headrace::ErrorCode;
 using headrace::Value;
-
-#define CHECK(...)                                                                   \
-  do {                                                                               \
-    if (!(__VA_ARGS__)) {                                                            \
-      std::fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #__VA_ARGS__); \
-      std::_Exit(1);                                                                 \
-    }                                                                                \
-  } while (false)
 
 namespace {
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.native import compiler
-from tests.native.test_calls import LIBRARIES
 from tests.programs.committed import __file__ as committed
 
 HERE = Path(__file__).parent
@@ -16,22 +15,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="session")
 def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("native") / "test_graphs"
-    compiler.build(
-        *(
-            "-std=c++20",
-            "-O1",
-            "-g",
-            *compiler.sanitizer_flags(),
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            *compiler.engine_flags(),
-        ),
-        *("-I", compiler.INCLUDE, HERE / "test_graphs.cpp", "-o", target),
-        *(f"-L{LIBRARIES}", f"-Wl,-rpath,{LIBRARIES}", "-lheadrace", "-lexecutorch", "-pthread"),
-    )
-    return target
+    return compiler.program(HERE / "test_graphs.cpp", tmp_path_factory.mktemp("native") / "test_graphs")
 
 
 @pytest.mark.parametrize("scenario", ["replays", "refusals", "failures"])

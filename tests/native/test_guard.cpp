@@ -12,19 +12,13 @@
 #include "headrace/device_guard.h"
 #include "headrace/program.h"
 
+#include "check.h"
+
 namespace et = executorch::runtime;
 using headrace::CallerStreamGuard;
 using headrace::DeviceGuard;
 using headrace::ErrorCode;
 using headrace::StreamHandle;
-
-#define CHECK(...)                                                           \
-  do {                                                                       \
-    if (!(__VA_ARGS__)) {                                                    \
-      std::fprintf(stderr, "line %d: not so: %s\n", __LINE__, #__VA_ARGS__); \
-      std::_Exit(1);                                                         \
-    }                                                                        \
-  } while (false)
 
 namespace {
 

@@ -10,34 +10,13 @@ import pytest
 from tests.native import compiler
 
 HERE = Path(__file__).parent
-LIBRARIES = compiler.libraries()
 
 
 @pytest.fixture(scope="session")
 def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("guard") / "test_guard"
-    compiler.build(
-        *(
-            "-std=c++20",
-            "-O1",
-            "-g",
-            *compiler.sanitizer_flags(),
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            *compiler.engine_flags(),
-        ),
-        *("-I", compiler.INCLUDE, HERE / "test_guard.cpp", "-o", target),
-        *(
-            f"-L{LIBRARIES}",
-            f"-Wl,-rpath,{LIBRARIES}",
-            "-lheadrace",
-            "-lheadrace_stream",
-            "-lexecutorch",
-            "-pthread",
-        ),
+    return compiler.program(
+        HERE / "test_guard.cpp", tmp_path_factory.mktemp("guard") / "test_guard", "-lheadrace_stream"
     )
-    return target
 
 
 def run(binary: Path, scenario: str) -> str:

@@ -9,15 +9,9 @@
 
 #include "cuda/library.h"
 
-using headrace::Library;
+#include "../check.h"
 
-#define CHECK(...)                                                           \
-  do {                                                                       \
-    if (!(__VA_ARGS__)) {                                                    \
-      std::fprintf(stderr, "line %d: not so: %s\n", __LINE__, #__VA_ARGS__); \
-      std::_Exit(1);                                                         \
-    }                                                                        \
-  } while (false)
+using headrace::Library;
 
 static bool mapped(const char* what) {
   std::ifstream maps("/proc/self/maps");

@@ -21,19 +21,13 @@
 #include "headrace/program.h"
 #include "program/allocator.h"
 
+#include "../check.h"
+
 namespace et = executorch::runtime;
 using executorch::aten::ScalarType;
 using executorch::aten::Tensor;
 using executorch::aten::TensorImpl;
 using executorch::extension::Module;
-
-#define CHECK(...)                                                           \
-  do {                                                                       \
-    if (!(__VA_ARGS__)) {                                                    \
-      std::fprintf(stderr, "line %d: not so: %s\n", __LINE__, #__VA_ARGS__); \
-      std::_Exit(1);                                                         \
-    }                                                                        \
-  } while (false)
 
 struct Array {
   std::vector<int32_t> sizes, strides;
