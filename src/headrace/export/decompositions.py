@@ -9,6 +9,7 @@ For a GPU it has Triton templates for most products and convolutions; what these
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +37,8 @@ def decompositions(kind: str) -> dict[Any, Callable[..., Any]]:
                 aten.addmm.default: _unless_template(addmm),
                 aten.baddbmm.default: _unless_template(baddbmm),
                 aten.convolution.default: convolution_for_gpu,
-                aten.scaled_dot_product_attention.default: attention_for_gpu,
+                # By Triton's template, in float32.
+                aten.scaled_dot_product_attention.default: functools.partial(attention, product=_wide_matmul),
                 aten.topk.default: topk,
             }
         )
@@ -131,6 +133,11 @@ def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     return sums.movedim(-1, dim).to(dtype)
 
 
+def _wide_matmul(a: Tensor, b: Tensor) -> Tensor:
+    wide = _wide(a.dtype)
+    return torch.matmul(a.to(wide), b.to(wide))
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -141,43 +148,10 @@ def attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    product: Callable[[Tensor, Tensor], Tensor] = _product,
 ) -> Tensor:
     """softmax(query @ key.T * scale + mask) @ value. A row whose mask is all False gives zeros, as PyTorch's
     own kernels do."""
-    return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _product)
-
-
-def attention_for_gpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """The same by Triton's template, in float32."""
-    return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _wide_matmul)
-
-
-def _wide_matmul(a: Tensor, b: Tensor) -> Tensor:
-    wide = _wide(a.dtype)
-    return torch.matmul(a.to(wide), b.to(wide))
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    product: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
     if dropout_p != 0.0:
         raise ValueError("attention with dropout has no result to compare; export the model in eval mode")
     if enable_gqa:
