@@ -7,6 +7,7 @@
 #include <new>
 
 #include "headrace/caller_stream.h"
+#include "program/copies.h"
 #include "program/engine.h"
 #include "program/exit.h"
 #include "program/instance_record.h"
@@ -62,7 +63,7 @@ Instance::Instance(const ProgramCore& core, const MethodPlan& plan, Shared& shar
     output_is_caller_memory_.push_back(t != nullptr && t->storage == Storage::kNone && !also_input &&
                                        !twice && !moved);
     output_is_final_.push_back(!read_later(value));
-    output_place_is_its_own_.push_back(!place_is_shared(value));
+    output_place_is_its_own_.push_back(!place_is_shared(plan, value));
   }
   for (int32_t value : plan.inputs) {
     // A kernel's result is its last argument.
@@ -122,86 +123,6 @@ bool Instance::read_later(int32_t value) const {
   return instructions > 1 || plan_.loops;
 }
 
-bool Instance::place_is_shared(int32_t value) const {
-  const TensorPlan* own = plan_.tensor_of(value);
-  if (own == nullptr || own->storage != Storage::kPlanned) return false;
-  for (const auto& chain : plan_.chains) {
-    for (const Instruction& in : chain) {
-      if (in.kind != InstructionKind::kKernel || in.args.empty() || in.args.back() == value) continue;
-      if (plan_.operators[static_cast<size_t>(in.target)] != "et_copy::_d2h_copy.out") continue;
-      const TensorPlan* other = plan_.tensor_of(in.args.back());
-      if (other != nullptr && other->storage == Storage::kPlanned && other->memory_id == own->memory_id &&
-          other->memory_offset == own->memory_offset) {
-        return true;
-      }
-    }
-  }
-  return false;
-}
-
-void Instance::find_overwritten() {
-  struct Copy {
-    size_t chain, instruction;
-    const TensorPlan* from;
-    int32_t value;
-  };
-  auto host = [&](int32_t value) -> const TensorPlan* {
-    const TensorPlan* t = plan_.tensor_of(value);
-    return t != nullptr && t->storage == Storage::kPlanned && !apart(*t) ? t : nullptr;
-  };
-  std::vector<Copy> copies;
-  for (size_t c = 0; c < plan_.chains.size(); ++c) {
-    for (size_t i = 0; i < plan_.chains[c].size(); ++i) {
-      const Instruction& in = plan_.chains[c][i];
-      if (in.kind != InstructionKind::kKernel || in.args.empty()) continue;
-      if (plan_.operators[static_cast<size_t>(in.target)] != "et_copy::_h2d_copy.out") continue;
-      const TensorPlan* from = host(in.args.front());
-      if (from != nullptr) copies.push_back({c, i, from, in.args.front()});
-    }
-  }
-  auto operator_of = [&](const Instruction& in) -> std::string_view {
-    return in.kind == InstructionKind::kKernel && !in.args.empty()
-               ? plan_.operators[static_cast<size_t>(in.target)]
-               : std::string_view();
-  };
-  bool straight = !plan_.loops;  // no instruction is left out, none comes twice
-  for (const auto& chain : plan_.chains) {
-    for (const Instruction& in : chain) straight &= in.kind != InstructionKind::kJumpFalse;
-  }
-  auto is_written = [&](const Copy& copy) {
-    for (size_t c = plan_.loops ? 0 : copy.chain; c < plan_.chains.size(); ++c) {
-      size_t first = !plan_.loops && c == copy.chain ? copy.instruction + 1 : 0;
-      for (size_t i = first; i < plan_.chains[c].size(); ++i) {
-        const Instruction& in = plan_.chains[c][i];
-        std::string_view op = operator_of(in);
-        bool comes_back = op == "et_copy::_d2h_copy.out";
-        bool in_place = !op.empty() && !comes_back &&
-                        (in.args.back() == copy.value ||
-                         (in.args.front() == copy.value && op.find("_copy") == std::string_view::npos &&
-                          op.ends_with("_")));
-        if (in_place) return true;
-        for (int32_t value : in.args) {
-          // A copy from the device is behind this one on the stream; it is the host that would not wait.
-          if (comes_back && value == in.args.back()) continue;
-          const TensorPlan* other = value == copy.value ? nullptr : host(value);
-          if (other != nullptr && other->memory_id == copy.from->memory_id &&
-              other->memory_offset < copy.from->memory_offset + copy.from->nbytes &&
-              copy.from->memory_offset < other->memory_offset + other->nbytes)
-            return true;
-        }
-        // What comes back for the host to read is waited for, and everything before it on the stream.
-        bool goes_out = comes_back && std::find(plan_.outputs.begin(), plan_.outputs.end(), in.args.back()) !=
-                                          plan_.outputs.end();
-        if (straight && comes_back && !goes_out) return false;
-      }
-    }
-    return false;
-  };
-  for (const Copy& copy : copies) {
-    if (is_written(copy)) overwritten_.push_back(planned_address(*copy.from));
-  }
-}
-
 Status Instance::allocate() {
   for (size_t b = 1; b < plan_.buffers.size(); ++b) {
     const BufferPlan& buffer = plan_.buffers[b];
@@ -239,7 +160,10 @@ Result<std::unique_ptr<Instance>> Instance::load(const ProgramCore& core, const 
                                                  Shared& shared) {
   std::unique_ptr<Instance> self(new Instance(core, plan, shared));
   if (Status status = self->allocate(); !status.ok()) return status;
-  if (self->uses_device_) self->find_overwritten();
+  if (self->uses_device_) {
+    for (const TensorPlan* source : overwritten_sources(self->plan_))
+      self->overwritten_.push_back(self->planned_address(*source));
+  }
   et::Span<et::Span<uint8_t>> spans(self->spans_.data(), self->spans_.size());
   if (self->uses_device_) {
     self->planned_.emplace(

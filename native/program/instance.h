@@ -155,12 +155,6 @@ class Instance {
   bool apart(const TensorPlan& t) const;
   void* planned_address(const TensorPlan& t) const;
   bool read_later(int32_t value) const;
-  // Whether something else is copied from the device to where this output will lie, earlier in the call: the
-  // planner gives memory to one value after another.
-  bool place_is_shared(int32_t value) const;
-  // Notes the planned host memory that a copy to the device reads and that a later instruction of the same
-  // call writes: state, or a place that the planner gives to another value.
-  void find_overwritten();
 
   const ProgramCore& core_;
   const MethodPlan& plan_;
@@ -182,7 +176,7 @@ class Instance {
   std::vector<char> output_is_final_;  // no instruction reads the output after the one that makes it
   std::vector<char> output_place_is_its_own_;  // a copy to its address is that of the output
   std::vector<char> input_is_written_;         // by the program itself: never the caller's memory
-  std::vector<const void*> overwritten_;       // see find_overwritten()
+  std::vector<const void*> overwritten_;       // see overwritten_sources()
   bool torn_ = false;  // a call ended in the middle of a loop, whose counters are now anything
   std::vector<std::shared_ptr<IslandCapture>>
       parts_;           // of the method's delegates, as they take part in graphs
