@@ -732,9 +732,10 @@ def products_and_attention_for_a_gpu(folder: Path) -> None:
     close(table[torch.ops.aten.mm.default](a, b), a @ b)
     assert table[torch.ops.aten.mm.default](a.float(), b.float()) is NotImplemented
     q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    attention = table[torch.ops.aten.scaled_dot_product_attention.default]
     for kind in ({}, {"is_causal": True}, {"attn_mask": torch.rand(6, 5) > 0.5, "scale": 0.3}):
         wanted = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **kind)
-        close(d.attention_for_gpu(q, k, v, enable_gqa=True, **kind), wanted)
+        close(attention(q, k, v, enable_gqa=True, **kind), wanted)
     x, weight = torch.randn(2, 4, 9, 8), torch.randn(6, 2, 3, 3)
     args = [2, 1], [1, 0], [1, 1], False, [0, 0], 2
     assert d.convolution_for_gpu(x, weight, None, *args) is NotImplemented
