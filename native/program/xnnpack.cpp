@@ -19,7 +19,8 @@ namespace headrace {
 namespace {
 
 constexpr uint32_t kNoValue = UINT32_MAX;
-constexpr size_t kMaxRank = 6;  // XNN_MAX_TENSOR_DIMS
+constexpr size_t kMaxRank = 6;       // XNN_MAX_TENSOR_DIMS
+constexpr uint64_t kMany = 1 << 20;  // channels, groups, places of a window
 constexpr uint32_t kInputFlag = 1, kOutputFlag = 2, kTransposeWeights = 1;
 
 struct Malformed {
@@ -78,6 +79,16 @@ int bits_of(Type type) {
   return 0;
 }
 
+// A product and a sum that stay at the greatest number instead of wrapping around.
+uint64_t times(uint64_t a, uint64_t b) {
+  uint64_t product = 0;
+  return __builtin_mul_overflow(a, b, &product) ? UINT64_MAX : product;
+}
+uint64_t plus(uint64_t a, uint64_t b) {
+  uint64_t sum = 0;
+  return __builtin_add_overflow(a, b, &sum) ? UINT64_MAX : sum;
+}
+
 struct Tensor {
   Type type = Type::kFloat32;
   std::vector<uint32_t> dims;
@@ -92,6 +103,8 @@ struct Tensor {
     return n;
   }
   uint32_t last() const { return dims.empty() ? 1 : dims.back(); }
+  // The size of dimension `d`, counted from the last; 1 beyond the first.
+  uint32_t from_last(size_t d) const { return d < dims.size() ? dims[dims.size() - 1 - d] : 1; }
 };
 
 class Graph {
@@ -347,6 +360,46 @@ class Graph {
            static_cast<unsigned long long>(count), static_cast<unsigned long long>(t->numel()));
     }
   }
+  // XNNPACK works sizes out anew from what comes in, whatever the payload says of its values, and asks for
+  // that much memory. In a program of the exporter the two agree.
+  void at_most(const Tensor& out, uint64_t count) const {
+    if (count > out.numel()) {
+      fail("node %zu: expected at most the %llu elements of the payload's shape as an output, got %llu",
+           node_, static_cast<unsigned long long>(out.numel()), static_cast<unsigned long long>(count));
+    }
+  }
+  // Elements of two tensors broadcast against each other, the last `skipped` dimensions apart.
+  static uint64_t broadcast(const Tensor& a, const Tensor& b, size_t skipped = 0) {
+    uint64_t count = 1;
+    for (size_t d = skipped; d < std::max(a.dims.size(), b.dims.size()); ++d) {
+      uint32_t size = a.from_last(d) == 1 ? b.from_last(d) : a.from_last(d);
+      count = times(count, size);
+    }
+    return count;
+  }
+  // Places of all windows in images [batch, rows, columns, channels], channels apart. Pooling and convolution
+  // have the same numbers in the same fields, and round down.
+  uint64_t windows(const fb::Table& n, const Tensor& images) const {
+    if (images.dims.size() != 4)
+      fail("node %zu: expected an input of rank 4, got %zu", node_, images.dims.size());
+    uint64_t count = images.dims[0], kernels = 1;
+    for (int axis : {0, 1}) {
+      uint64_t padding = uint64_t{n.scalar<uint32_t>(axis)} + n.scalar<uint32_t>(axis + 2);
+      uint64_t kernel = n.scalar<uint32_t>(axis + 4), stride = n.scalar<uint32_t>(axis + 6);
+      // 0 where it means nothing, in average pooling.
+      uint64_t dilation = std::max(n.scalar<uint32_t>(axis + 8), 1u);
+      kernels = times(kernels, kernel);
+      if (kernels == 0 || kernels > kMany || stride == 0) {
+        fail("node %zu: expected a window of 1 to %llu places and a stride of 1 or more, got %llu and %llu",
+             node_, static_cast<unsigned long long>(kMany), static_cast<unsigned long long>(kernels),
+             static_cast<unsigned long long>(stride));
+      }
+      uint64_t window = (kernel - 1) * dilation,
+               padded = images.dims[static_cast<size_t>(axis) + 1] + padding;
+      count = times(count, padded <= window ? 1 : (padded - window - 1) / stride + 1);
+    }
+    return count;
+  }
   void same_length(const fb::Vector& list, size_t count, const char* what) const {
     check_buffer();
     if (list.size() != count || count > kMaxRank)
@@ -369,6 +422,7 @@ class Graph {
         const Tensor &a = input(n, 0), &b = input(n, 1), &out = output(n, 2);
         uint32_t last = a.last() == 1 ? b.last() : a.last();
         if (!out.dims.empty()) same_channels(out, last, "an output");
+        at_most(out, broadcast(a, b));
         break;
       }
       case 2:
@@ -379,7 +433,6 @@ class Graph {
       case 6:
       case 17:
       case 18:
-      case 19:
       case 22:
       case 23:
       case 24:
@@ -396,12 +449,19 @@ class Graph {
       case 47: {  // of one input
         const Tensor &a = input(n, 0), &out = output(n, 1);
         if (!out.dims.empty()) same_channels(out, a.last(), "an output");
+        at_most(out, a.numel());
+        break;
+      }
+      case 19: {  // the mean of an image
+        const Tensor& a = input(n, 0);
+        same_channels(output(n, 1), a.last(), "an output");
         break;
       }
       case 25:
       case 29: {  // of one input and a number
         const Tensor &a = input(n, 1), &out = output(n, 2);
         if (!out.dims.empty()) same_channels(out, a.last(), "an output");
+        at_most(out, a.numel());
         break;
       }
       case 5: {  // transpose
@@ -414,6 +474,7 @@ class Graph {
             fail("node %zu: expected a permutation, got %u", node_, perm.scalar<uint32_t>(d));
         }
         const Tensor& out = output(n, 3);
+        at_most(out, a.numel());
         if (!perm.size()) break;
         same_channels(out, a.dims[perm.scalar<uint32_t>(perm.size() - 1)], "an output");
         break;
@@ -424,8 +485,11 @@ class Graph {
         read_convolution(tag, n);
         break;
       case 9: {  // resize
-        const Tensor& a = input(n, 2);
-        same_channels(output(n, 3), a.last(), "an output");
+        const Tensor &a = input(n, 2), &out = output(n, 3);
+        same_channels(out, a.last(), "an output");
+        if (a.dims.size() != 4) fail("node %zu: expected an input of rank 4, got %zu", node_, a.dims.size());
+        uint64_t pixels = times(n.scalar<uint32_t>(0), n.scalar<uint32_t>(1));
+        at_most(out, times(pixels, uint64_t{a.dims[0]} * a.dims[3]));
         break;
       }
       case 10: {  // pad
@@ -439,30 +503,49 @@ class Graph {
               out, uint64_t{a.last()} + before.scalar<uint32_t>(rank - 1) + after.scalar<uint32_t>(rank - 1),
               "an output");
         }
+        uint64_t count = 1;
+        for (size_t d = 0; d < a.dims.size(); ++d) {
+          count = times(count, uint64_t{a.dims[d]} + before.scalar<uint32_t>(d) + after.scalar<uint32_t>(d));
+        }
+        at_most(out, count);
         break;
       }
       case 11:
       case 14: {  // pooling
-        const Tensor& a = input(n, 10);
-        same_channels(output(n, 11), a.last(), "an output");
+        const Tensor &a = input(n, 10), &out = output(n, 11);
+        same_channels(out, a.last(), "an output");
+        at_most(out, times(windows(n, a), a.last()));
         break;
       }
       case 20: {  // reshape
-        input(n, 2);
+        const Tensor& a = input(n, 2);
         fb::Vector shape = n.vector(1, 4);
         same_length(shape, n.scalar<uint32_t>(0), "a new shape");
         const Tensor& out = output(n, 3);
+        at_most(out, a.numel());
         // 0 asks for what is left over.
         if (size_t rank = shape.size(); rank != 0 && shape.scalar<uint32_t>(rank - 1) != 0) {
           same_channels(out, shape.scalar<uint32_t>(rank - 1), "an output");
         }
         break;
       }
-      case 21:
-        input(n, 7);
-        output(n, 8);
-        output(n, 9);
+      case 21: {  // the greatest of windows that do not overlap, and where it was
+        const Tensor& a = input(n, 6);
+        uint64_t height = n.scalar<uint32_t>(4), width = n.scalar<uint32_t>(5);
+        if (a.dims.size() != 4 || height == 0 || width == 0) {
+          fail(
+              "node %zu: expected an input of rank 4 and windows of 1 or more, got rank %zu and windows of "
+              "%llu by %llu",
+              node_, a.dims.size(), static_cast<unsigned long long>(height),
+              static_cast<unsigned long long>(width));
+        }
+        uint64_t rows = (uint64_t{a.dims[1]} + n.scalar<uint32_t>(0) + n.scalar<uint32_t>(2)) / height;
+        uint64_t columns = (uint64_t{a.dims[2]} + n.scalar<uint32_t>(1) + n.scalar<uint32_t>(3)) / width;
+        uint64_t count = times(times(rows, columns), uint64_t{a.dims[0]} * a.dims[3]);
+        at_most(output(n, 7), count);
+        at_most(output(n, 8), count);
         break;
+      }
       case 32:
       case 33:
       case 34:
@@ -487,10 +570,12 @@ class Graph {
         }
         break;
       }
-      case 36:
+      case 36: {  // attention: the rows of a query, as wide as a value
         for (int f = 0; f < 5; ++f) input(n, f);
-        output(n, 5);
+        const Tensor &query = input(n, 0), &value = input(n, 2);
+        at_most(output(n, 5), times(query.numel() / std::max(query.last(), 1u), value.last()));
         break;
+      }
       case 37: {  // batched matrix product
         const Tensor &a = input(n, 0), &b = input(n, 1);
         auto flags = n.scalar<uint32_t>(3);
@@ -502,7 +587,9 @@ class Graph {
         uint32_t inner = b.dims[b.dims.size() - (transposed ? 1 : 2)],
                  columns = b.dims[b.dims.size() - (transposed ? 2 : 1)];
         same_channels(a, inner, "a left matrix");
-        same_channels(output(n, 2), columns, "an output");
+        const Tensor& out = output(n, 2);
+        same_channels(out, columns, "an output");
+        at_most(out, times(broadcast(a, b, 2), times(a.from_last(1), columns)));
         break;
       }
       default:
@@ -522,7 +609,9 @@ class Graph {
     same_channels(a, filter.dims[transposed ? 0 : 1], "an input");
     uint32_t channels = filter.dims[transposed ? 1 : 0];
     enough(bias, channels, "a bias");
-    same_channels(output(n, 3), channels, "an output");
+    const Tensor& out = output(n, 3);
+    same_channels(out, channels, "an output");
+    at_most(out, times(a.numel() / std::max(a.last(), 1u), channels));
   }
 
   void read_convolution(uint8_t tag, const fb::Table& n) {
@@ -530,7 +619,6 @@ class Graph {
     uint64_t in = n.scalar<uint32_t>(10), out = n.scalar<uint32_t>(11), groups = n.scalar<uint32_t>(12);
     const Tensor &a = input(n, 15), &filter = input(n, 16);
     const Tensor* bias = optional_input(n, 17);
-    constexpr uint64_t kMany = 1 << 20;
     if (kernel == 0 || kernel > kMany || in == 0 || in > kMany || out == 0 || out > kMany || groups == 0 ||
         groups > kMany) {
       fail(
@@ -551,9 +639,23 @@ class Graph {
       weights = uint64_t{1} << 41;
     enough(&filter, weights, "a filter");
     enough(bias, out * groups, "a bias");
-    (void)tag;
     const Tensor& result = output(n, 18);
     same_channels(result, out * groups, "an output");
+    if (tag != 39) {
+      at_most(result, times(windows(n, a), out * groups));
+      return;
+    }
+    uint64_t pixels = times(spread(n, a.dims[1], 0), spread(n, a.dims[2], 1));
+    at_most(result, times(times(pixels, a.dims[0]), out * groups));
+  }
+
+  // Rows, or with `axis` 1 columns, that a transposed convolution makes of `size`.
+  uint64_t spread(const fb::Table& n, uint64_t size, int axis) const {
+    uint64_t padding = uint64_t{n.scalar<uint32_t>(axis)} + n.scalar<uint32_t>(axis + 2);
+    uint64_t kernel = n.scalar<uint32_t>(axis + 4), stride = n.scalar<uint32_t>(axis + 6);
+    uint64_t window = times(kernel - 1, n.scalar<uint32_t>(axis + 8)) + 1;
+    uint64_t whole = plus(times(size == 0 ? 0 : size - 1, stride), window + n.scalar<uint32_t>(axis + 13));
+    return whole > padding ? whole - padding : 0;
   }
 
   void read_concatenation(uint8_t tag, const fb::Table& n) {

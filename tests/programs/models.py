@@ -138,6 +138,35 @@ def cnn_xnnpack() -> Export:
     )
 
 
+class Images(torch.nn.Module):
+    """What XNNPACK has for images, one of each, so that each says how large its result is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(8)
+        self.conv = torch.nn.Conv2d(4, 6, (3, 5), stride=(2, 1), padding=(1, 2), dilation=(2, 1), groups=2)
+        self.back = torch.nn.ConvTranspose2d(6, 4, 3, stride=2, padding=1, output_padding=1)
+        self.slope = torch.nn.PReLU(4)
+        self.scale = torch.nn.Parameter(torch.rand(4, 1, 1))
+
+    def forward(self, x):
+        x = self.slope(self.back(self.conv(x))) * self.scale
+        x = F.avg_pool2d(F.max_pool2d(x, 3, 1, 1), 3, 2)
+        x = F.interpolate(F.pad(x, (1, 2, 3, 4)), scale_factor=2.0, mode="bilinear")
+        return torch.cat([x[:, 1:], x[:, :1]], dim=1).mean(dim=(2, 3), keepdim=True) + x
+
+
+@model
+def images_xnnpack() -> Export:
+    return Export(
+        [Method(Images(), several((2, 4, 13, 16)))],
+        partitioners=lambda: [XnnpackPartitioner()],
+        delegates=("XnnpackBackend",),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
 class Block(torch.nn.Module):
     """A pre-norm transformer block with causal attention."""
 

@@ -565,6 +565,36 @@ def test_payload_node_on_a_value_that_is_none() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"[1].xnode_union<Conv>.field2": 127 << 16},  # padding
+        {"[1].xnode_union<Conv>.field9": 0, "[1].xnode_union<Conv>.field3": 2**32 - 1},  # dilation, padding
+        {"[2].xnode_union<Conv>.field6": 2**32 - 1},  # stride of a transposed convolution
+        {"[2].xnode_union<Conv>.field14": 2**31},  # and what it adds behind
+        {"[7].xnode_union<Pooling>.field0": 2**31, "[7].xnode_union<Pooling>.field1": 2**31},
+        {"[8].xnode_union<Pooling>.field6": 1},
+        {"[9].xnode_union<StaticConstantPad>.post_paddings[1]": 2**31},
+        {"[10].xnode_union<Other>.field0": 2**31, "[10].xnode_union<Other>.field1": 2**31},  # a new size
+    ],
+)
+def test_payload_that_asks_for_more_memory_than_its_shapes(change: dict[str, int]) -> None:
+    """XNNPACK asks for what it works out from such numbers: two bytes made it 20 GB."""
+    xnnpack(
+        {"XNNGraph.xnodes" + path: value for path, value in change.items()},
+        r"node \d+: expected at most the \d+ elements of the payload's shape as an output, got \d+",
+        "images_xnnpack",
+    )
+
+
+def test_payload_that_divides_by_its_stride() -> None:
+    node = "XNNGraph.xnodes[1].xnode_union<Conv>."
+    xnnpack(
+        {node + "field6": 0}, "node 1: expected a window of .* and a stride of 1 or more", "images_xnnpack"
+    )
+    xnnpack({node + "field4": 2**20, node + "field10": 0}, "node 1: expected", "images_xnnpack")
+
+
 def test_payload_key_that_no_file_has() -> None:
     """The delegate reads through a null pointer where no data file was given at all."""
     refused(
