@@ -10,6 +10,7 @@
 #include "headrace/block.h"
 #include "headrace/program.h"
 #include "python/dlpack.h"
+#include "python/loan.h"
 
 namespace headrace {
 
@@ -27,8 +28,8 @@ struct Buffer {
   std::shared_ptr<PyDevice> device;  // null for host memory that no device knows
   int64_t most = -1;                 // elements that there is room for, where a delegate may say the shape
   StreamHandle lent_on = kPerThreadStream;  // of memory lent for a call: the stream of the call
-  std::shared_ptr<const bool> lease;        // of memory lent for a call: whether the call still runs
-  bool lent() const { return lease != nullptr; }
+  std::shared_ptr<const Loan> loan;         // of memory lent for a call
+  bool lent() const { return loan != nullptr; }
   Lease borrowed = {};  // of a graph's output
 };
 

@@ -93,7 +93,7 @@ void hand_over(const Buffer& buffer, nb::handle stream) {
 // For consumers without DLPack. The stream that it names is the calling thread's own, put behind the writer,
 // or the call's where memory is lent for a call.
 nb::dict cuda_array_interface(const Buffer& buffer) {
-  check_borrowed(buffer, "Buffer.__cuda_array_interface__");
+  check_lease(buffer, "Buffer.__cuda_array_interface__");
   int type = numpy_type(buffer.view.dtype);
   if (backend_of(buffer) != Backend::kCuda)
     throw nb::attribute_error("__cuda_array_interface__: the memory is not a GPU's");
@@ -119,7 +119,7 @@ nb::dict cuda_array_interface(const Buffer& buffer) {
 
 nb::object to_dlpack(const Buffer& buffer, nb::handle stream, nb::handle, nb::handle device,
                      nb::handle copy) {
-  check_borrowed(buffer, "Buffer.__dlpack__");
+  check_lease(buffer, "Buffer.__dlpack__");
   if (!buffer.block && buffer.device && backend_of(buffer) != Backend::kCuda) {
     raise(Status(ErrorCode::kInput,
                  "Buffer.__dlpack__: expected memory of its own, got memory lent for a call"));
@@ -171,7 +171,7 @@ nb::tuple tuple_of(const std::array<int64_t, kMaxDims>& values, int count, int64
 
 // The memory as a host view: its own where the host may touch it, else a copy that is complete.
 std::pair<TensorView, nb::object> on_host(const Buffer& buffer) {
-  check_borrowed(buffer, "Buffer.numpy");
+  check_lease(buffer, "Buffer.numpy");
   if (host_may_touch(buffer)) {
     // Inside a host function it is the device's work that reads, and that declared it.
     if (!in_host_function())
@@ -259,13 +259,13 @@ Buffer from_float32(nb::handle array) {
 }  // namespace
 
 nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, StreamHandle stream,
-                       std::shared_ptr<const bool> lease, bool resizable) {
-  return nb::cast(Buffer{view, nullptr, device, resizable ? view.numel() : -1, stream, std::move(lease), {}});
+                       std::shared_ptr<const Loan> loan, bool resizable) {
+  return nb::cast(Buffer{view, nullptr, device, resizable ? view.numel() : -1, stream, std::move(loan), {}});
 }
 
 void check_lease(const Buffer& buffer, const std::string& where) {
   check_borrowed(buffer, where);
-  if (!buffer.lent() || *buffer.lease) return;
+  if (!buffer.lent() || buffer.loan->covers()) return;
   raise(Status(ErrorCode::kInput, where + ": expected memory that is there, got a Buffer that a delegate was "
                                           "lent for a call which has ended; copy what is to outlive run()"));
 }
@@ -305,6 +305,11 @@ void bind_buffer(nb::module_& m) {
                          "Buffer.resize: expected a dense output of a running delegate, got another Buffer"));
             }
             check_lease(b, "Buffer.resize");
+            if (!b.loan->running()) {
+              raise(Status(ErrorCode::kInput,
+                           "Buffer.resize: expected to be called by run(), got a call from a host function; "
+                           "the shape is read when run() returns"));
+            }
             TensorView view = b.view;
             (void)set_shape(view, shape, "Buffer.resize");
             if (view.ndim != b.view.ndim || view.numel() > b.most) {

@@ -259,7 +259,7 @@ class PyBackend final : public et::BackendInterface {
                     error);
       }
     }
-    auto lease = std::make_shared<bool>(true);
+    auto loan = std::make_shared<Loan>();
     nb::object sides[2] = {
         nb::steal(PyTuple_New(static_cast<Py_ssize_t>(std::min(count, args.size())))),
         nb::steal(PyTuple_New(static_cast<Py_ssize_t>(args.size() - std::min(count, args.size()))))};
@@ -268,7 +268,7 @@ class PyBackend final : public et::BackendInterface {
       nb::object item;
       if (args[i]->isTensor()) {
         TensorView view = view_of(args[i]->toTensor());
-        item = lend_buffer(view, shown, stream->handle, lease, out && is_dense(view));
+        item = lend_buffer(view, shown, stream->handle, loan, out && is_dense(view));
       } else if (args[i]->isInt()) {
         item = nb::int_(args[i]->toInt());
       } else if (args[i]->isDouble()) {
@@ -292,9 +292,9 @@ class PyBackend final : public et::BackendInterface {
     }
     nb::object given = nb::cast(stream);
     struct End {
-      bool& running;
-      ~End() { running = false; }
-    } end{*lease};
+      Loan& loan;
+      ~End() { loan.end(); }
+    } end{*loan};
     AllocationWatch watch(loaded.island);
     // A delegate may give the lock up, and end there with the interpreter.
     wait_for_gil([&] { (void)nb::object(nb::handle(loaded.object).attr("run")(sides[0], sides[1], given)); });

@@ -81,10 +81,9 @@ T unwrap(Result<T> result) {
   return std::move(*result);
 }
 
-// Memory that a call lends to a delegate: no block, valid while the call's work runs. `lease`: whether run()
-// has not returned yet, so that the memory may be passed on.
+// Memory that a call lends to a delegate: no block, valid while `loan` covers it.
 nb::object lend_buffer(const TensorView& view, const PyDeviceRef& device, StreamHandle stream,
-                       std::shared_ptr<const bool> lease, bool resizable);
+                       std::shared_ptr<const Loan> loan, bool resizable);
 
 // What the exception says, "TypeError: …"; whatever its __str__ does. And the same with its traceback.
 std::string text_of(const nb::python_error& error);

@@ -144,11 +144,12 @@ void call(PyStream& stream, nb::object function, nb::iterable reads, nb::iterabl
   }
   Touched touched = touched_by(stream, reads, writes, "Stream.call");
   std::shared_ptr<void> held = hold(nb::make_tuple(function, touched.kept));
-  HostFunction run = [held, name = stream.device->device->name()]() -> Status {
+  HostFunction run = [held, given = Loan::now(), name = stream.device->device->name()]() -> Status {
     if (!nb::is_alive()) {
       return Status(ErrorCode::kDevice, name + ", stream.call: expected a running interpreter, got its end");
     }
     GilAcquire gil;
+    Loan::Scope scope(given);
     nb::handle pair(static_cast<PyObject*>(held.get()));
     try {
       // The function may give the lock up and end here with the interpreter.

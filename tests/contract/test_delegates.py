@@ -288,13 +288,43 @@ def test_lent_memory_may_be_passed_on_while_its_call_runs(sims: Devices) -> None
                     (stream.call, (print,), {"reads": [given]}),
                     (stream.declare, (), {"writes": [result]}),
                     (device.to_device, (given,), {}),
+                    (given.numpy, (), {}),
+                    (np.asarray, (given,), {}),
+                    (given.float32, (), {}),
+                    (given.__dlpack__, (), {}),
                 ):
                     with pytest.raises(headrace.InputError, match="a call which has ended"):
                         use(*arguments, **named)
                 with pytest.raises(headrace.InputError, match="memory lent for a call"):
                     device.to_device(x, out=result)
+                # Nor may work that was given to a stream later look at it.
+                failures = list[BaseException]()
+
+                def late(failures: list[BaseException] = failures) -> None:
+                    for buffer in kept[:2]:
+                        with pytest.raises(headrace.InputError, match="a call which has ended") as failure:
+                            buffer.numpy()
+                        failures.append(failure.value)
+
+                stream.call(late)
+                stream.synchronize()
+                assert len(failures) == 2
         kept.clear()
     define(Scale)
+
+
+def test_the_shape_of_an_output_is_said_before_run_returns() -> None:
+    """DE3: the engine reads it then."""
+
+    class Late(delegates.OneCall, name="TestA"):
+        def enqueue(self, inputs: Any, outputs: Any, stream: Any) -> None:
+            super().enqueue(inputs, outputs, stream)
+            stream.call(lambda: outputs[0].resize(outputs[0].shape))
+
+    program = golden("chain1")
+    device = headrace.device("sim", schedule="late")
+    with program.load(device) as loaded, pytest.raises(headrace.DelegateError, match=r"when run\(\) returns"):
+        loaded["forward"](program.inputs()[0])
 
 
 @pytest.mark.parametrize("how", ["argument", "selection"])
