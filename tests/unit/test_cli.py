@@ -155,6 +155,23 @@ def test_run_reads_inputs_writes_outputs_and_compares(run: Any, name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", EVERY_KIND)
+def test_what_run_wrote_is_what_a_later_run_expects(run: Any, name: str, tmp_path: Path) -> None:
+    """GC3: an archive of --output goes into --expect."""
+    inputs, archive = save_inputs(name, tmp_path), tmp_path / "new" / "out.npz"
+    assert run("run", path(name), *inputs, "--output", archive)[0] == 0
+    status, out, _ = run("run", path(name), *inputs, "--expect", archive)
+    assert status == 0 and "DIFFERENT" not in out
+
+
+def test_an_interruption_ends_with_status_130(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(headrace, "load", interrupted)
+    assert run("run", path("add"), "--ones") == (130, "", "headrace: interrupted\n")
+
+
+@pytest.mark.parametrize("name", EVERY_KIND)
 def test_run_as_json(run: Any, name: str, tmp_path: Path) -> None:
     inputs, want = save_inputs(name, tmp_path), expected(name)
     np.savez(tmp_path / "want.npz", *[w for w in want if w is not None])
@@ -291,7 +308,7 @@ def test_run_takes_a_method_data_files_and_threads(run: Any) -> None:
         (["add", "--ones", "--threads", "0"], "num_threads: expected a count between 1 and 1024, got 0"),
         (
             ["add", "--ones", "--output", "{tmp}/one.npy"],
-            "--output: expected a folder that can be written, got: ",
+            "--output: expected a folder or an archive that can be written, got: ",
         ),
         (
             ["literal_inputs", "--ones"],
