@@ -1,7 +1,5 @@
 #include "cuda/island.h"
 
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -9,6 +7,7 @@
 #include <set>
 #include <stdexcept>
 
+#include "cuda/inside.h"
 #include "cuda/shims.h"
 #include "device/cuda.h"
 #include "headrace/block.h"
@@ -19,67 +18,8 @@ namespace headrace {
 
 namespace {
 
-// A check of the library's own that failed while the calling thread ran it.
-thread_local std::string failed_check;
-// The same, on a thread of OpenMP: how many, and what the last one said. They cannot be told from those of a
-// call that runs beside, and a call that may have failed has.
-std::mutex elsewhere_mutex;
-int64_t failures_elsewhere = 0;
-std::string failed_elsewhere;
-
-int64_t count_elsewhere() {
-  std::lock_guard lock(elsewhere_mutex);
-  return failures_elsewhere;
-}
-
-// Whether the calling thread is inside Island::run.
-thread_local bool inside = false;
-
-// An exception would end the process on its way out of a parallel region.
-bool in_parallel_region() {
-  static auto* function = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_in_parallel"));
-  static auto* ours = [] {
-    void* gomp = dlopen("libgomp.so.1", RTLD_LAZY | RTLD_NOLOAD);
-    return gomp == nullptr ? nullptr : reinterpret_cast<int (*)()>(dlsym(gomp, "omp_in_parallel"));
-  }();
-  auto* ask = ours != nullptr ? ours : function;
-  return ask != nullptr && ask() != 0;
-}
-
-void on_check_failed(const char* message, bool may_throw) {
-  if (!inside) {
-    std::lock_guard lock(elsewhere_mutex);
-    ++failures_elsewhere;
-    failed_elsewhere = message;
-    return;
-  }
-  if (failed_check.empty()) failed_check = message;
-  // The library turns it into an error code, in its own frame.
-  if (may_throw && !in_parallel_region()) throw std::runtime_error(message);
-}
-
 // Of the kinds of constant that a library has, by torch 2.13's aoti_runtime/constant_type.h.
 constexpr int32_t kBuffer = 2;
-
-// The thread's arena is ours while this lives.
-class Inside {
- public:
-  explicit Inside(shims::Arena* arena) : former_(shims::exchange_arena(arena)), former_inside_(inside) {
-    inside = true;
-    failed_check.clear();
-    shims::begin_run();
-  }
-  ~Inside() {
-    shims::exchange_arena(former_);
-    inside = former_inside_;
-  }
-  Inside(const Inside&) = delete;
-  Inside& operator=(const Inside&) = delete;
-
- private:
-  shims::Arena* former_;
-  bool former_inside_;
-};
 
 }  // namespace
 
@@ -107,7 +47,7 @@ Status Island::failed(const char* what) const {
 Result<std::shared_ptr<Island>> Island::load(const CudaPayload& payload, std::optional<HostSpec> spec,
                                              const IslandSources& sources, const LibraryPlace& place) {
   static std::once_flag once;
-  std::call_once(once, [] { shims::set_on_check_failed(&on_check_failed); });
+  std::call_once(once, [] { shims::set_on_check_failed(&Inside::on_check_failed); });
   if (spec) {
     if (Status status = check_march(spec->march); !status.ok()) return status;
   }
@@ -398,251 +338,6 @@ Result<std::vector<std::vector<int64_t>>> Island::output_sizes(std::span<const T
     }
   }
   return out;
-}
-
-namespace {
-
-// The tensors of one run, ended with it.
-struct RunTensors {
-  std::vector<shims::Tensor*> given, made, replaced;
-  explicit RunTensors(size_t outputs) : made(outputs, nullptr) {}
-  ~RunTensors() {
-    made.insert(made.end(), replaced.begin(), replaced.end());
-    std::sort(made.begin(), made.end());
-    made.erase(std::unique(made.begin(), made.end()), made.end());
-    for (shims::Tensor* t : made) shims::release(t);
-    for (shims::Tensor* t : given) shims::end_borrow(t);
-  }
-  RunTensors(const RunTensors&) = delete;
-  RunTensors& operator=(const RunTensors&) = delete;
-};
-
-TensorView view_of_made(const shims::View& from) {
-  TensorView view;
-  view.data = from.data;
-  view.dtype = static_cast<DType>(from.dtype);
-  view.ndim = from.ndim;
-  auto width = static_cast<int64_t>(itemsize(view.dtype));
-  for (size_t d = 0; d < static_cast<size_t>(from.ndim); ++d) {
-    view.sizes[d] = from.sizes[d];
-    view.strides_bytes[d] = from.strides[d] * width;
-  }
-  return view;
-}
-
-Status check_made(size_t i, const TensorView& made, int32_t device_type, int32_t wanted_type,
-                  const TensorView& to) {
-  bool same = to.dtype == made.dtype && to.ndim == made.ndim &&
-              std::equal(made.sizes.begin(), made.sizes.begin() + made.ndim, to.sizes.begin());
-  if (same && device_type == wanted_type) return {};
-  const char* where = wanted_type == shims::kCpu ? " in host memory" : " in device memory";
-  const char* is = device_type == shims::kCpu ? " in host memory" : " in device memory";
-  return Status(ErrorCode::kDelegate, "output " + std::to_string(i) + ": expected " + describe(to) + where +
-                                          ", got " + describe(made) + is +
-                                          " from the library; export the program again");
-}
-
-bool meet(const void* a, size_t a_nbytes, const void* b, size_t b_nbytes) {
-  const auto *p = static_cast<const char*>(a), *q = static_cast<const char*>(b);
-  return p < q + b_nbytes && q < p + a_nbytes;
-}
-
-}  // namespace
-
-Status Island::borrow(std::span<const TensorView> inputs, std::vector<shims::Tensor*>& given) const {
-  for (const TensorView& view : inputs) {
-    std::array<int64_t, kMaxDims> strides;
-    auto width = static_cast<int64_t>(itemsize(view.dtype));
-    for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d) strides[d] = view.strides_bytes[d] / width;
-    shims::Tensor* tensor =
-        shims::borrow(arena_, view.data, view.nbytes(), static_cast<int32_t>(view.dtype), view.ndim,
-                      view.sizes.data(), strides.data(), 0, device_ != nullptr ? shims::kCuda : shims::kCpu,
-                      device_ != nullptr ? device_->ordinal() : 0);
-    if (tensor == nullptr)
-      return Status(ErrorCode::kOutOfDeviceMemory, "expected host memory for a call, got none");
-    given.push_back(tensor);
-  }
-  return {};
-}
-
-Status Island::call(std::vector<shims::Tensor*>& inputs, StreamHandle stream,
-                    std::vector<shims::Tensor*>& made) {
-  std::vector<shims::Tensor*> taken = inputs;  // the library writes into the array
-  int64_t before = count_elsewhere();
-  int code = 0;
-  try {
-    code = library_->calls().run(container_, taken.data(), taken.size(), made.data(), made.size(),
-                                 reinterpret_cast<void*>(stream), nullptr);
-  } catch (const std::exception& error) {
-    // AOTInductor's own functions let none out; the engine must not meet one.
-    std::fill(made.begin(), made.end(), nullptr);
-    return Status(ErrorCode::kDelegate, std::string("the library failed while it ran: ") + error.what());
-  }
-  if (code != 0 || (device_ != nullptr && shims::counts(arena_).code != 0)) {
-    if (code != 0) std::fill(made.begin(), made.end(), nullptr);
-    return failed("it ran");
-  }
-  std::string check = failed_check;
-  if (check.empty() && count_elsewhere() != before) {
-    std::lock_guard lock(elsewhere_mutex);
-    check = failed_elsewhere;
-  }
-  if (!check.empty()) return Status(ErrorCode::kDelegate, "the library failed while it ran: " + check);
-  for (size_t i = 0; i < made.size(); ++i) {
-    if (made[i] == nullptr) {
-      return Status(ErrorCode::kDelegate, "output " + std::to_string(i) + ": expected a tensor, got none");
-    }
-  }
-  return {};
-}
-
-Status Island::run(std::span<const TensorView> inputs, const Place& place) {
-  Inside now(arena_);
-  RunTensors tensors(num_outputs_);
-  if (Status status = borrow(inputs, tensors.given); !status.ok()) return status;
-  if (Status status = call(tensors.given, 0, tensors.made); !status.ok()) return status;
-  for (size_t i = 0; i < tensors.made.size(); ++i) {
-    shims::View from = shims::view(tensors.made[i]);
-    TensorView view = view_of_made(from);
-    auto target = place(i, view);
-    if (!target.ok()) return target.status();
-    const TensorView& to = target->view;
-    if (Status status = check_made(i, view, from.device_type, shims::kCpu, to); !status.ok()) return status;
-    if (view.nbytes() != 0) repack(view, target->dim_order, to.data);
-  }
-  return {};
-}
-
-// ---- on a GPU
-
-void Island::learn(std::span<const TensorView> inputs, std::span<shims::Tensor* const> made) {
-  Made found;
-  for (const TensorView& view : inputs)
-    found.sizes.insert(found.sizes.end(), view.sizes.begin(), view.sizes.begin() + view.ndim);
-  for (shims::Tensor* t : made) {
-    shims::View view = shims::view(t);
-    Made::Output output;
-    bool again = std::any_of(found.outputs.begin(), found.outputs.end(),
-                             [&](const Made::Output& o) { return o.ordinal == view.ordinal; });
-    // Storage that the output fills and shares with no other.
-    if (view.ordinal >= 0 && view.whole && !again && view.storage_nbytes == view_of_made(view).nbytes())
-      output = {view.ordinal, view.storage_nbytes};
-    found.outputs.push_back(output);
-  }
-  made_ = std::move(found);
-}
-
-void Island::place_outputs(std::span<const TensorView> inputs, std::span<void* const> targets) {
-  placements_.clear();
-  if (!made_) return;
-  size_t at = 0;
-  for (const TensorView& view : inputs) {
-    for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d, ++at) {
-      if (at >= made_->sizes.size() || made_->sizes[at] != view.sizes[d]) return made_.reset();
-    }
-  }
-  if (at != made_->sizes.size()) return made_.reset();
-  for (size_t i = 0; i < targets.size(); ++i) {
-    const Made::Output& output = made_->outputs[i];
-    auto* data = static_cast<char*>(targets[i]);
-    // Kernels are compiled for memory aligned to 16 bytes, as an allocation is.
-    if (output.ordinal < 0 || output.nbytes == 0 || data == nullptr ||
-        reinterpret_cast<uintptr_t>(data) % 16 != 0)
-      continue;
-    bool free = true;
-    for (const TensorView& view : inputs) free = free && !meet(data, output.nbytes, view.data, view.nbytes());
-    for (size_t k = 0; k < targets.size(); ++k) {
-      if (k != i && targets[k] != nullptr)
-        free = free && !meet(data, output.nbytes, targets[k], std::max<size_t>(made_->outputs[k].nbytes, 1));
-    }
-    if (free) placements_.push_back({output.ordinal, output.nbytes, data});
-  }
-}
-
-Status Island::rehearse(std::span<const TensorView> inputs) {
-  Current current(gpu());
-  if (!current.ok()) return gpu().failed("load", current.code());
-  Inside now(arena_);
-  temporaries_->begin(kPerThreadStream, true);
-  shims::GpuRun run;
-  run.stream = reinterpret_cast<void*>(kPerThreadStream);
-  run.rehearsal = true;
-  shims::begin_gpu_run(arena_, run);
-  RunTensors tensors(num_outputs_);
-  if (Status status = borrow(inputs, tensors.given); !status.ok()) return status;
-  std::lock_guard lock(library_->first_run());
-  Status status = call(tensors.given, kPerThreadStream, tensors.made);
-  if (status.ok()) {
-    kernels_loaded_ = true;
-    learn(inputs, tensors.made);
-    return {};
-  }
-  bool device = shims::counts(arena_).code != 0 || !temporaries_->failure().ok();
-  return device ? status : Status();
-}
-
-Status Island::run_on_gpu(std::span<const TensorView> inputs, std::span<void* const> targets,
-                          StreamHandle stream, GpuRunKind kind, const Place& place) {
-  Current current(gpu());
-  if (!current.ok()) return gpu().failed("run", current.code());
-  Inside now(arena_);
-  bool replayed = kind == GpuRunKind::kReplayed;
-  temporaries_->begin(stream, replayed);
-  place_outputs(inputs, targets);
-  shims::GpuRun run;
-  run.stream = reinterpret_cast<void*>(stream);
-  run.replayed = replayed;
-  run.placements = placements_.data();
-  run.num_placements = placements_.size();
-  shims::begin_gpu_run(arena_, run);
-  RunTensors tensors(num_outputs_);
-  if (Status status = borrow(inputs, tensors.given); !status.ok()) return status;
-  {
-    std::unique_lock lock(library_->first_run(), std::defer_lock);
-    if (!kernels_loaded_) lock.lock();
-    if (Status status = call(tensors.given, stream, tensors.made); !status.ok()) return status;
-    kernels_loaded_ = true;
-  }
-  if (!made_) learn(inputs, tensors.made);
-
-  struct Copy {
-    size_t output;
-    TensorView to;
-    std::array<int64_t, kMaxDims> strides;
-  };
-  std::vector<Copy> copies;
-  for (size_t i = 0; i < tensors.made.size(); ++i) {
-    shims::View from = shims::view(tensors.made[i]);
-    TensorView view = view_of_made(from);
-    auto target = place(i, view);
-    if (!target.ok()) return target.status();
-    const TensorView& to = target->view;
-    if (Status status = check_made(i, view, from.device_type, shims::kCuda, to); !status.ok()) return status;
-    if (view.nbytes() == 0) continue;
-    std::array<int32_t, kMaxDims> sizes{}, dense{};
-    for (size_t d = 0; d < static_cast<size_t>(to.ndim); ++d) sizes[d] = static_cast<int32_t>(to.sizes[d]);
-    dense_strides(to.ndim, sizes.data(), target->dim_order, dense.data());
-    if (from.data == to.data && is_dense(view, dense.data())) continue;
-    Copy copy{i, to, {}};
-    std::copy(dense.begin(), dense.end(), copy.strides.begin());
-    copies.push_back(copy);
-  }
-  // A copy must not write what it, or another one, has yet to read. Where requests for memory came in another
-  // order than before, that may lie in a target.
-  for (const Copy& copy : copies) {
-    for (const Copy& other : copies) {
-      shims::View from = shims::view(tensors.made[other.output]);
-      if (!meet(copy.to.data, copy.to.nbytes(), from.data, from.storage_nbytes)) continue;
-      shims::Tensor* apart = shims::clone(tensors.made[other.output]);
-      if (apart == nullptr) return failed("its outputs were copied");
-      tensors.replaced.push_back(std::exchange(tensors.made[other.output], apart));
-    }
-  }
-  for (const Copy& copy : copies) {
-    if (!shims::copy_on_device(tensors.made[copy.output], copy.to.data, copy.strides.data()))
-      return failed("its outputs were copied");
-  }
-  return {};
 }
 
 }  // namespace headrace

@@ -1,10 +1,5 @@
 #include "cuda/shims.h"
 
-#include <dlfcn.h>
-#include <pthread.h>
-#include <sched.h>
-#include <setjmp.h>
-
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
@@ -13,6 +8,7 @@
 #include <new>
 
 #include "cuda/arena.h"
+#include "cuda/threads.h"
 
 // The C++ run time is not linked: memory by malloc, no standard container.
 
@@ -23,7 +19,6 @@ namespace {
 constexpr size_t kAlignment = 64;
 
 thread_local Arena* current = nullptr;
-thread_local char error[512];
 
 void* memory(Block* block) { return reinterpret_cast<char*>(block) + kAlignment; }
 
@@ -296,11 +291,10 @@ int32_t make_clone(const Tensor* from, bool preserve, Tensor** out) {
   return 0;
 }
 
-void (*on_check_failed)(const char*, bool) = nullptr;
-// A team of this thread failed: the run that it belongs to starts no others.
-thread_local bool team_failed = false;
-
 }  // namespace
+
+thread_local char error[512];
+void (*on_check_failed)(const char*, bool) = nullptr;
 
 Arena* current_arena() { return current; }
 
@@ -424,148 +418,6 @@ const char* take_error() {
 void set_on_check_failed(void (*function)(const char* message, bool may_throw)) {
   on_check_failed = function;
 }
-void begin_run() { team_failed = false; }
-
-// ---- ends of threads
-
-namespace {
-
-struct ThreadObject {
-  ThreadObject* next;  // an older one, whichever thread's
-  void (*end)(void*);
-  void* object;
-  const void* library;  // an address inside it
-  pthread_t thread;
-};
-
-// Every live object of every thread, latest first. `end` runs under the lock: it belongs to a library that
-// must not go meanwhile, and it is the end of a string.
-pthread_mutex_t objects_mutex = PTHREAD_MUTEX_INITIALIZER;
-ThreadObject* objects = nullptr;
-pthread_key_t objects_key;
-pthread_once_t objects_once = PTHREAD_ONCE_INIT;
-
-template <class Which>
-void end_objects(Which which) {
-  pthread_mutex_lock(&objects_mutex);
-  for (ThreadObject** at = &objects; *at != nullptr;) {
-    ThreadObject* object = *at;
-    if (!which(*object)) {
-      at = &object->next;
-      continue;
-    }
-    *at = object->next;
-    object->end(object->object);
-    std::free(object);
-  }
-  pthread_mutex_unlock(&objects_mutex);
-}
-
-void end_thread(void*) {
-  pthread_t self = pthread_self();
-  end_objects([&](const ThreadObject& o) { return pthread_equal(o.thread, self) != 0; });
-}
-
-}  // namespace
-
-// ---- parallel regions
-
-namespace {
-
-// The threads of one parallel region. Barriers are ours, because one that leaves early must not be waited
-// for.
-struct Team {
-  void (*run)(void*);
-  void* data;
-  std::atomic<int> expected{0};  // who takes part in barriers; 0: nobody has begun
-  std::atomic<uint32_t> barriers{0};
-  int arrived = 0;
-  bool failed = false;
-  char message[sizeof error] = {};
-  pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;  // of the two above, and of changes of `expected`
-};
-
-// Where the calling thread is in a team.
-struct Place {
-  Team* team;
-  Place* outer;
-  jmp_buf leave;
-};
-thread_local Place* place = nullptr;
-
-struct OpenMp {
-  void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
-  void (*barrier)() = nullptr;
-  int (*num_threads)() = nullptr;
-};
-OpenMp openmp;
-pthread_once_t openmp_once = PTHREAD_ONCE_INIT;
-
-void find_openmp() {
-  // The one that the library itself needs: it is loaded.
-  void* handle = dlopen("libgomp.so.1", RTLD_LAZY | RTLD_NOLOAD);
-  if (handle == nullptr) return;
-  openmp.parallel = reinterpret_cast<decltype(openmp.parallel)>(dlsym(handle, "GOMP_parallel"));
-  openmp.barrier = reinterpret_cast<decltype(openmp.barrier)>(dlsym(handle, "GOMP_barrier"));
-  openmp.num_threads = reinterpret_cast<decltype(openmp.num_threads)>(dlsym(handle, "omp_get_num_threads"));
-}
-
-// With the mutex: lets the waiting go if all are there.
-void open_if_complete(Team& team) {
-  if (team.arrived == 0 || team.arrived < team.expected.load(std::memory_order_relaxed)) return;
-  team.arrived = 0;
-  team.barriers.fetch_add(1, std::memory_order_release);
-}
-
-void wait_for_team(Team& team) {
-  pthread_mutex_lock(&team.mutex);
-  uint32_t now = team.barriers.load(std::memory_order_relaxed);
-  ++team.arrived;
-  open_if_complete(team);
-  pthread_mutex_unlock(&team.mutex);
-  for (int k = 0; team.barriers.load(std::memory_order_acquire) == now; ++k) {
-    if (k > 2000) sched_yield();
-  }
-}
-
-void leave_team(Team& team) {
-  pthread_mutex_lock(&team.mutex);
-  team.expected.fetch_sub(1, std::memory_order_relaxed);
-  open_if_complete(team);
-  pthread_mutex_unlock(&team.mutex);
-}
-
-void run_in_team(void* argument) {
-  auto* team = static_cast<Team*>(argument);
-  int none = 0;
-  team->expected.compare_exchange_strong(none, openmp.num_threads());
-  Place here;
-  here.team = team;
-  here.outer = place;
-  place = &here;
-  if (_setjmp(here.leave) == 0) {
-    team->run(team->data);
-  } else {
-    leave_team(*team);
-  }
-  place = here.outer;
-}
-
-// From a check that failed: out of the parallel region, over frames of generated code that own nothing.
-[[noreturn]] void leave_region() {
-  Team& team = *place->team;
-  pthread_mutex_lock(&team.mutex);
-  if (!team.failed) std::memcpy(team.message, error, sizeof error);
-  team.failed = true;
-  pthread_mutex_unlock(&team.mutex);
-  _longjmp(place->leave, 1);
-}
-
-}  // namespace
-
-void end_thread_objects(const void* begin, const void* end) {
-  end_objects([&](const ThreadObject& o) { return o.library >= begin && o.library < end; });
-}
 
 }  // namespace headrace::shims
 
@@ -577,42 +429,6 @@ namespace shims = headrace::shims;
 
 #define SHIM extern "C" __attribute__((visibility("default")))
 #define NAMED(name) aoti_hrace_##name
-
-// __cxa_thread_atexit of the Itanium C++ ABI, for libraries that may be closed while the thread lives.
-SHIM int __hra_thread_atexit(void (*end)(void*), void* object, void* library) {
-  pthread_once(&shims::objects_once, [] { pthread_key_create(&shims::objects_key, shims::end_thread); });
-  auto* entry = static_cast<shims::ThreadObject*>(std::malloc(sizeof(shims::ThreadObject)));
-  if (entry == nullptr) return -1;
-  // Any value but null makes pthread call end_thread.
-  pthread_setspecific(shims::objects_key, &shims::objects);
-  pthread_mutex_lock(&shims::objects_mutex);
-  *entry = {shims::objects, end, object, library, pthread_self()};
-  shims::objects = entry;
-  pthread_mutex_unlock(&shims::objects_mutex);
-  return 0;
-}
-
-// GOMP_parallel and GOMP_barrier of libgomp, for libraries with checks of their own.
-SHIM void HRMP_parallel(void (*run)(void*), void* data, unsigned threads, unsigned flags) {
-  if (shims::team_failed) return;
-  pthread_once(&shims::openmp_once, shims::find_openmp);
-  shims::Team team{run, data};
-  shims::openmp.parallel(shims::run_in_team, &team, threads, flags);
-  if (!team.failed) return;
-  std::memcpy(shims::error, team.message, sizeof shims::error);
-  // The compiler takes GOMP_parallel for a function that does not throw, so nothing may be thrown from here:
-  // the run goes on without its loops, and is told as failed when it ends.
-  shims::team_failed = true;
-  if (shims::on_check_failed != nullptr) shims::on_check_failed(team.message, false);
-}
-SHIM void HRMP_barrier() {
-  if (shims::place != nullptr) {
-    shims::wait_for_team(*shims::place->team);
-  } else {
-    pthread_once(&shims::openmp_once, shims::find_openmp);
-    shims::openmp.barrier();
-  }
-}
 
 SHIM int32_t NAMED(device_type_cpu)() { return shims::kCpu; }
 SHIM int32_t NAMED(device_type_cuda)() { return shims::kCuda; }
@@ -646,7 +462,7 @@ SHIM void NAMED(warn)(const char* function, const char*, uint32_t line, const ch
 SHIM void NAMED(check)(bool holds, const char* function, const char*, uint32_t line, const char* message) {
   if (holds) return;
   (void)shims::fail("%s (%s, line %u)", message, function, line);
-  if (shims::place != nullptr) shims::leave_region();
+  if (shims::in_region()) shims::leave_region();
   if (shims::on_check_failed != nullptr) shims::on_check_failed(shims::error, true);
 }
 

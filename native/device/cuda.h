@@ -1,5 +1,5 @@
-// The CUDA device, put together: memory, streams and events are in cuda.cpp, capture in cuda_capture.cpp,
-// partitions in cuda_partition.cpp, host functions in cuda_call.h.
+// The CUDA device, put together: memory, streams, events, capture and partitions are in files of their own
+// (cuda_memory.cpp and so on), host functions in cuda_call.h.
 //
 // A device retains its primary context when it is opened and keeps it, as it keeps its pool, until the
 // process ends: contexts are the driver's, made once for the process, and a destructor that runs at exit

@@ -1,5 +1,6 @@
 // Capture and graphs of the CUDA device.
 #include "device/cuda.h"
+#include "device/cuda_operation.h"
 #include "device/refusal.h"
 
 namespace headrace {
@@ -40,12 +41,6 @@ CudaGraphExec::~CudaGraphExec() {
   all.insert(all.end(), calls.begin(), calls.end());
   device_.retire(std::move(last), std::move(all));
 }
-
-#define HEADRACE_CURRENT(operation) \
-  Current current(*this);           \
-  if (!current.ok()) return failed(operation, current.code())
-#define HEADRACE_USABLE(operation, stream) \
-  if (Status refused = check_ended(operation, stream); !refused.ok()) return refused
 
 Status CudaDevice::do_begin_capture(StreamHandle stream, CaptureMode mode) {
   if (stream == kLegacyStream)

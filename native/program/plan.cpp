@@ -2,12 +2,10 @@
 
 #include <algorithm>
 #include <cinttypes>
-#include <new>
 #include <unordered_set>
 
-#include "program/flatbuffer.h"
+#include "program/file_reader.h"
 #include "program/flow.h"
-#include "program/text.h"
 
 namespace headrace {
 
@@ -40,152 +38,6 @@ const char* kind_name(ValueKind kind) {
 }
 
 namespace {
-
-// Leaves read_program() or read_data_file() early; never crosses them.
-struct Malformed {
-  ErrorCode code;
-  std::string message;
-};
-
-// Where an aligned extended header puts things; formats: schema/extended_header.h, flat_tensor_header.h.
-struct Header {
-  uint64_t tables_offset = 0, tables_size = 0;
-  uint64_t segments_offset = 0, segments_size = 0;
-};
-
-class FileReader {
- protected:
-  explicit FileReader(const FileView& file) : file_(file) {}
-
-  [[noreturn]] void fail(const std::string& what) const {
-    throw Malformed{ErrorCode::kProgram, file_.name + where_ + ": " + what};
-  }
-  // Elements that the file may still make us read: a sound file holds each of them once.
-  void spend(uint64_t elements) {
-    if (elements > budget_) {
-      fail(
-          "expected vectors that do not share their bytes, got more elements than the file has bytes; "
-          "the file is damaged, export it again");
-    }
-    budget_ -= elements;
-  }
-  void check_buffer(const fb::Buffer& buffer) const {
-    if (buffer.malformed()) fail("expected offsets inside the file, got one that leaves it; export it again");
-  }
-  template <class T>
-  T raw(uint64_t at) const {
-    T value{};
-    std::memcpy(&value, file_.data + at, sizeof value);
-    return value;
-  }
-  bool has_magic(uint64_t at, const char* magic) const {
-    return file_.size >= at + 4 && std::memcmp(file_.data + at, magic, 4) == 0;
-  }
-  std::string magic_text(uint64_t at) const {
-    return file_.size >= at + 4 ? quoted({reinterpret_cast<const char*>(file_.data) + at, 4})
-                                : format("%zu bytes", file_.size);
-  }
-  void check_header(const Header& h) const {
-    auto inside = [&](uint64_t offset, uint64_t size) {
-      return offset <= file_.size && size <= file_.size - offset;
-    };
-    if (!inside(h.tables_offset, h.tables_size) || h.tables_size < 8) {
-      fail(format("expected the file's tables at %" PRIu64 " with %" PRIu64
-                  " bytes inside it, got a file of %zu bytes; it is truncated or damaged",
-                  h.tables_offset, h.tables_size, file_.size));
-    }
-    if (!inside(h.segments_offset, h.segments_size)) {
-      fail(format("expected segments at %" PRIu64 " with %" PRIu64
-                  " bytes inside the file, got a file of %zu bytes; it is truncated",
-                  h.segments_offset, h.segments_size, file_.size));
-    }
-  }
-  // The segments listed in `list` (offset u64, size u64), as views.
-  std::vector<std::string_view> read_segments(const fb::Buffer& buffer, const fb::Vector& list,
-                                              const Header& h) {
-    std::vector<std::string_view> out;
-    spend(list.size());
-    for (size_t i = 0; i < list.size(); ++i) {
-      fb::Table segment = list.table(i);
-      auto offset = segment.scalar<uint64_t>(0), size = segment.scalar<uint64_t>(1);
-      check_buffer(buffer);
-      uint64_t room = file_.size - h.segments_offset;
-      if (offset > room || size > room - offset) {
-        fail(format("segment %zu: expected offset %" PRIu64 " and size %" PRIu64
-                    " inside the file, got a file of %zu bytes; it is truncated or damaged",
-                    i, offset, size, file_.size));
-      }
-      out.emplace_back(reinterpret_cast<const char*>(file_.data) + h.segments_offset + offset, size);
-    }
-    return out;
-  }
-  // A name: UTF-8 without control characters. The engine takes names up to the first zero byte, so one with a
-  // zero inside would be another name to it than to us.
-  std::string_view read_text(const fb::Buffer& buffer, const fb::Table& table, int field, const char* what) {
-    std::string_view text = table.string(field);
-    check_buffer(buffer);
-    spend(text.size());
-    if (!is_text(text))
-      fail(format("%s: expected UTF-8 without control characters, got %s", what, quoted(text).c_str()));
-    return text;
-  }
-  // Kernels read whole elements, and may use instructions that need them aligned.
-  void check_aligned(const void* data, DType dtype, const char* what) const {
-    if (reinterpret_cast<uintptr_t>(data) % itemsize(dtype) != 0) {
-      fail(format("%s: expected it at a multiple of %zu bytes, got it between", what, itemsize(dtype)));
-    }
-  }
-  DType read_dtype(int8_t code) const {
-    auto dtype = static_cast<DType>(code);
-    if (itemsize(dtype) == 0) {
-      fail(
-          format("dtype: expected a plain integer, float or bool type, got ScalarType %d, which headrace "
-                 "does not carry; cast it in the model",
-                 code));
-    }
-    return dtype;
-  }
-  // Sizes, the order of the dimensions and the number of bytes that they come to.
-  uint64_t read_shape(const fb::Vector& sizes, const fb::Vector& order, DType dtype,
-                      std::vector<int32_t>& sizes_out, std::vector<uint8_t>& order_out) {
-    if (sizes.size() > kMaxDims) {
-      fail(format("shape: expected at most %zu dimensions, got %zu", kMaxDims, sizes.size()));
-    }
-    if (order.size() != sizes.size()) {
-      fail(format("dim_order: expected %zu entries, one for each dimension, got %zu; export it again",
-                  sizes.size(), order.size()));
-    }
-    spend(sizes.size() + order.size());
-    // The engine multiplies bounds into a signed size before it multiplies by the width of an element.
-    uint64_t nbytes = itemsize(dtype);
-    uint32_t seen = 0;
-    sizes_out.reserve(sizes.size());
-    order_out.reserve(sizes.size());
-    bool empty = false;
-    for (size_t d = 0; d < sizes.size(); ++d) {
-      auto size = sizes.scalar<int32_t>(d);
-      auto dim = order.scalar<uint8_t>(d);
-      if (size < 0) fail(format("shape: dimension %zu: expected a size of 0 or more, got %d", d, size));
-      if (dim >= sizes.size() || ((seen >> dim) & 1u) != 0) {
-        fail(
-            format("dim_order: expected a permutation of 0 to %zu, got %u at %zu", sizes.size() - 1, dim, d));
-      }
-      seen |= 1u << dim;
-      if (size == 0) empty = true;
-      if (size != 0 && __builtin_mul_overflow(nbytes, static_cast<uint64_t>(size), &nbytes))
-        nbytes = UINT64_MAX;
-      if (nbytes > static_cast<uint64_t>(INT64_MAX))
-        fail("shape: expected a size that 64 bits can count, got more");
-      sizes_out.push_back(size);
-      order_out.push_back(dim);
-    }
-    return empty ? 0 : nbytes;
-  }
-
-  FileView file_;
-  std::string where_;
-  uint64_t budget_ = 0;
-};
 
 class ProgramReader : FileReader {
  public:
@@ -670,93 +522,10 @@ class ProgramReader : FileReader {
   fb::Table constant_segment_;
 };
 
-class DataFileReader : FileReader {
- public:
-  explicit DataFileReader(const FileView& file) : FileReader(file), buffer_(nullptr, 0) {}
-
-  std::vector<DataEntry> read() {
-    if (!has_magic(4, "FT01") || !has_magic(8, "FH01")) {
-      fail("expected an ExecuTorch data file ('FT01' at byte 4, 'FH01' at byte 8), got " + magic_text(4) +
-           " and " + magic_text(8));
-    }
-    if (file_.size < 48) fail(format("expected a header of 40 bytes, got a file of %zu", file_.size));
-    if (auto length = raw<uint32_t>(12); length != 40)
-      fail(format("expected a header of 40 bytes, got %u", length));
-    Header h{raw<uint64_t>(16), raw<uint64_t>(24), raw<uint64_t>(32), raw<uint64_t>(40)};
-    check_header(h);
-    // Offsets count from the start of the file; the header lies between the root offset and the tables.
-    buffer_ = fb::Buffer(file_.data, h.tables_offset + h.tables_size);
-    budget_ = 8 * h.tables_size + 64;
-    fb::Table root(&buffer_, buffer_.follow(0));
-    check_buffer(buffer_);
-    if (auto version = root.scalar<uint32_t>(0); version != 0) {
-      fail(format("expected version 0, got %u; export it with ExecuTorch 1.5", version));
-    }
-    auto segments = read_segments(buffer_, root.vector(1), h);
-    fb::Vector list = root.vector(2);
-    check_buffer(buffer_);
-    spend(list.size());
-    std::vector<DataEntry> out;
-    for (size_t i = 0; i < list.size(); ++i) out.push_back(read_entry(list.table(i), i, segments));
-    where_.clear();
-    std::unordered_set<std::string_view> keys;
-    for (const DataEntry& e : out) {
-      if (!keys.insert(e.key).second) fail("expected different keys, got " + quoted(e.key) + " twice");
-    }
-    return out;
-  }
-
- private:
-  DataEntry read_entry(const fb::Table& entry, size_t i, const std::vector<std::string_view>& segments) {
-    DataEntry out;
-    out.key = read_text(buffer_, entry, 0, "key");
-    where_ = format(", entry %zu ", i) + quoted(out.key);
-    auto segment = entry.scalar<uint32_t>(1);
-    fb::Table layout = entry.table(2);
-    check_buffer(buffer_);
-    if (out.key.empty()) fail("expected a key, got none");
-    if (segment >= segments.size()) {
-      fail(format("expected a segment index below %zu, got %u", segments.size(), segment));
-    }
-    out.bytes = segments[segment];
-    if (layout.present()) {
-      out.is_tensor = true;
-      out.dtype = read_dtype(layout.scalar<int8_t>(0));
-      uint64_t nbytes =
-          read_shape(layout.vector(1, 4), layout.vector(2, 1), out.dtype, out.sizes, out.dim_order);
-      check_buffer(buffer_);
-      if (nbytes > out.bytes.size()) {
-        fail(format("expected %" PRIu64 " bytes for its shape, got a segment of %zu; the file is damaged",
-                    nbytes, out.bytes.size()));
-      }
-      check_aligned(out.bytes.data(), out.dtype, "data");
-    }
-    return out;
-  }
-
-  fb::Buffer buffer_;
-};
-
-template <class T, class F>
-Result<T> guarded(const FileView& file, F&& read) {
-  try {
-    return read();
-  } catch (Malformed& e) {
-    return Status(e.code, std::move(e.message));
-  } catch (const std::bad_alloc&) {
-    return Status(ErrorCode::kProgram,
-                  file.name + ": expected a program that fits into memory, got one that does not");
-  }
-}
-
 }  // namespace
 
 Result<ProgramPlan> read_program(const FileView& file) {
   return guarded<ProgramPlan>(file, [&] { return ProgramReader(file).read(); });
-}
-
-Result<std::vector<DataEntry>> read_data_file(const FileView& file) {
-  return guarded<std::vector<DataEntry>>(file, [&] { return DataFileReader(file).read(); });
 }
 
 }  // namespace headrace

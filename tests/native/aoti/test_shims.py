@@ -27,6 +27,7 @@ def test_tensors_memory_and_ends_of_threads(tmp_path: Path) -> None:
         *(
             Path(__file__).with_suffix(".cpp"),
             NATIVE / "cuda/shims.cpp",
+            NATIVE / "cuda/threads.cpp",
             NATIVE / "cuda/shims_cuda.cpp",
             NATIVE / "cuda/constants.cpp",
         ),
