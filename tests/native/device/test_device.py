@@ -44,7 +44,9 @@ def make(target: Path, *arguments: object) -> Path:
 
 
 def build(sanitizer: str) -> Path:
-    flags = ["-std=c++20", *compiler.STRICT, "-O1", "-g1", "-fno-omit-frame-pointer"]
+    # Without optimizing, AddressSanitizer and UBSan take half the time to compile.
+    level = "-O1" if sanitizer == "thread" else "-O0"
+    flags = ["-std=c++20", *compiler.STRICT, level, "-g1", "-fno-omit-frame-pointer"]
     flags += [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
     BUILD.mkdir(parents=True, exist_ok=True)
 
