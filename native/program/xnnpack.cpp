@@ -142,6 +142,13 @@ class Graph {
              kind_name(m.values[static_cast<size_t>(index)].kind));
       }
       check_argument(t, *arg, index);
+      if (shrinks_to_nothing_ && arg->dynamism != Dynamism::kStatic) {
+        fail(
+            "node %zu: expected less padding than what a single row and column become, got more, and "
+            "argument %u of "
+            "a size that changes",
+            *shrinks_to_nothing_, t.external);
+      }
     }
   }
 
@@ -646,6 +653,9 @@ class Graph {
       return;
     }
     uint64_t pixels = times(spread(n, a.dims[1], 0), spread(n, a.dims[2], 1));
+    // XNNPACK divides by what comes out.
+    if (pixels == 0) fail("node %zu: expected padding that leaves rows and columns over, got more", node_);
+    if (spread(n, 1, 0) == 0 || spread(n, 1, 1) == 0) shrinks_to_nothing_ = node_;
     at_most(result, times(times(pixels, a.dims[0]), out * groups));
   }
 
@@ -732,6 +742,7 @@ class Graph {
   fb::Vector constant_data_, constant_buffer_;
   uint32_t externs_ = 0;
   size_t node_ = 0;
+  std::optional<size_t> shrinks_to_nothing_;     // the node that makes no rows or no columns of a single one
   std::unordered_map<uint32_t, Tensor> values_;  // by id
   std::vector<Tensor> externals_;
   std::vector<char> seen_;  // external ids

@@ -152,18 +152,33 @@ class Images(torch.nn.Module):
     def forward(self, x):
         x = self.slope(self.back(self.conv(x))) * self.scale
         x = F.avg_pool2d(F.max_pool2d(x, 3, 1, 1), 3, 2)
-        x = F.interpolate(F.pad(x, (1, 2, 3, 4)), scale_factor=2.0, mode="bilinear")
+        x = F.pad(x, (1, 2, 3, 4))
         return torch.cat([x[:, 1:], x[:, :1]], dim=1).mean(dim=(2, 3), keepdim=True) + x
 
 
 @model
 def images_xnnpack() -> Export:
+    calls = [(randn(n, 4, 13, 16, seed=n),) for n in (20, 1, 32)]
     return Export(
-        [Method(Images(), several((2, 4, 13, 16)))],
+        [Method(Images(), calls, dynamic={"x": {0: Dim("batch", min=1, max=32)}})],
         partitioners=lambda: [XnnpackPartitioner()],
         delegates=("XnnpackBackend",),
         rtol=1e-4,
         atol=1e-5,
+    )
+
+
+class Larger(torch.nn.Module):
+    def forward(self, x):
+        return F.interpolate(x, scale_factor=2.0, mode="bilinear")
+
+
+@model
+def resize_xnnpack() -> Export:
+    return Export(
+        [Method(Larger(), several((2, 4, 5, 7)))],
+        partitioners=lambda: [XnnpackPartitioner()],
+        delegates=("XnnpackBackend",),
     )
 
 

@@ -575,7 +575,6 @@ def test_payload_node_on_a_value_that_is_none() -> None:
         {"[7].xnode_union<Pooling>.field0": 2**31, "[7].xnode_union<Pooling>.field1": 2**31},
         {"[8].xnode_union<Pooling>.field6": 1},
         {"[9].xnode_union<StaticConstantPad>.post_paddings[1]": 2**31},
-        {"[10].xnode_union<Other>.field0": 2**31, "[10].xnode_union<Other>.field1": 2**31},  # a new size
     ],
 )
 def test_payload_that_asks_for_more_memory_than_its_shapes(change: dict[str, int]) -> None:
@@ -583,6 +582,27 @@ def test_payload_that_asks_for_more_memory_than_its_shapes(change: dict[str, int
     xnnpack(
         {"XNNGraph.xnodes" + path: value for path, value in change.items()},
         r"node \d+: expected at most the \d+ elements of the payload's shape as an output, got \d+",
+        "images_xnnpack",
+    )
+
+
+def test_payload_that_asks_for_a_larger_image_than_its_shape() -> None:
+    sound = seed("resize_xnnpack")
+    size = next(s.path for s in sound.payload_slots if s.path.endswith("<Other>.field0"))
+    xnnpack({size: 2**31}, r"node \d+: expected at most the 1120 elements", "resize_xnnpack")
+
+
+def test_payload_whose_transposed_convolution_leaves_nothing() -> None:
+    """XNNPACK divides by the size of its output, which inputs of other sizes may make 0 too."""
+    padding = "XNNGraph.xnodes[2].xnode_union<Conv>.field2"
+    xnnpack(
+        {padding: 18},
+        "node 2: expected padding that leaves rows and columns over, got more",
+        "images_xnnpack",
+    )
+    xnnpack(
+        {padding: 3},
+        "instruction 0: node 2: expected less padding than what a single row and column become, got more, and argument",
         "images_xnnpack",
     )
 
