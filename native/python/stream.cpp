@@ -127,6 +127,33 @@ void declare(PyStream& stream, nb::iterable reads, nb::iterable writes, const st
   mark_all_used(stream, handle, touched);
 }
 
+void copy(PyStream& stream, nb::handle source, nb::handle target) {
+  StreamHandle handle = usable(stream);
+  auto only = [](nb::handle item) { return nb::borrow<nb::iterable>(nb::make_tuple(item)); };
+  Touched touched = touched_by(stream, only(source), only(target), "Stream.copy");
+  const Access &from = touched.accesses[0], &to = touched.accesses[1];
+  if (!is_dense(nb::cast<Buffer&>(source).view) || !is_dense(nb::cast<Buffer&>(target).view)) {
+    raise(Status(ErrorCode::kInput, "Stream.copy: expected dense memory, got a strided view"));
+  }
+  if (from.nbytes > to.nbytes) {
+    raise(Status(ErrorCode::kInput, "Stream.copy, target: expected at least the source's " +
+                                        std::to_string(from.nbytes) + " bytes, got " +
+                                        std::to_string(to.nbytes)));
+  }
+  if (from.nbytes == 0) return;
+  check(unlocked([&] {
+    return stream.device->device->copy(const_cast<void*>(to.data), from.data, from.nbytes, handle);
+  }));
+  mark_all_used(stream, handle, touched);
+}
+
+// Of the partition that the stream's work stays in; None where it is in none.
+nb::object partition_of(const PyStream& stream) {
+  PartitionRef found = unwrap(stream.device->device->partition_of(usable(stream)));
+  if (found == nullptr) return nb::none();
+  return nb::cast(std::make_shared<PyPartition>(PyPartition{stream.device, std::move(found)}));
+}
+
 void call(PyStream& stream, nb::object function, nb::iterable reads, nb::iterable writes) {
   if (!PyCallable_Check(function.ptr())) {
     raise(Status(ErrorCode::kInput, "Stream.call: expected a function without arguments, got " +
@@ -276,6 +303,15 @@ void bind_streams(nb::module_& m) {
            "too, their memory is not given to others before it is done, and a record that is open has it as "
            "one "
            "operation on this stream, called `name`. Does not wait. Raises InputError for what is no Buffer.")
+      .def(
+          "copy", &copy, nb::arg("source"), nb::arg("target"),
+          "Copy a dense Buffer's bytes to the start of another, in stream order. Does not wait: memory of "
+          "the "
+          "host has to stay as it is until the copy is done. Buffers that a running call lent are taken "
+          "too.\n\n"
+          "Raises InputError where there is no room, or memory is strided; DeviceError for another device's.")
+      .def_prop_ro("partition", &partition_of,
+                   "The `Partition` that the stream's work stays in; None where it is in none.")
       // For tests of what happens inside a capture that headrace did not begin.
       .def(
           "_begin_capture",
@@ -345,6 +381,15 @@ void bind_streams(nb::module_& m) {
            [](const PyPartition& p) {
              return "<headrace.Partition of " + std::to_string(p.partition->sm_count()) + " SMs on " +
                     p.device->device->name() + ">";
+           })
+      .def("__eq__",
+           [](const PyPartition& a, nb::handle b) {
+             PyPartition* other = nullptr;
+             return nb::try_cast(b, other) && other != nullptr && other->partition == a.partition;
+           })
+      .def("__hash__",
+           [](const PyPartition& p) {
+             return static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.partition.get()));
            })
       .def_prop_ro(
           "sm_count", [](const PyPartition& p) { return p.partition->sm_count(); },
