@@ -1,4 +1,5 @@
 // headrace.Stream, Event and Partition, and the thread's selection.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
 #include "device/record.h"
@@ -127,7 +128,7 @@ void declare(PyStream& stream, nb::iterable reads, nb::iterable writes, const st
   mark_all_used(stream, handle, touched);
 }
 
-void copy(PyStream& stream, nb::handle source, nb::handle target) {
+void copy(PyStream& stream, nb::handle source, nb::handle target, std::optional<size_t> limit) {
   StreamHandle handle = usable(stream);
   auto only = [](nb::handle item) { return nb::borrow<nb::iterable>(nb::make_tuple(item)); };
   Touched touched = touched_by(stream, only(source), only(target), "Stream.copy");
@@ -135,15 +136,15 @@ void copy(PyStream& stream, nb::handle source, nb::handle target) {
   if (!is_dense(nb::cast<Buffer&>(source).view) || !is_dense(nb::cast<Buffer&>(target).view)) {
     raise(Status(ErrorCode::kInput, "Stream.copy: expected dense memory, got a strided view"));
   }
-  if (from.nbytes > to.nbytes) {
-    raise(Status(ErrorCode::kInput, "Stream.copy, target: expected at least the source's " +
-                                        std::to_string(from.nbytes) + " bytes, got " +
-                                        std::to_string(to.nbytes)));
+  size_t nbytes = limit.value_or(from.nbytes);
+  if (nbytes > from.nbytes || nbytes > to.nbytes) {
+    raise(Status(ErrorCode::kInput, "Stream.copy: expected room for " + std::to_string(nbytes) +
+                                        " bytes, got a source of " + std::to_string(from.nbytes) +
+                                        " and a target of " + std::to_string(to.nbytes)));
   }
-  if (from.nbytes == 0) return;
-  check(unlocked([&] {
-    return stream.device->device->copy(const_cast<void*>(to.data), from.data, from.nbytes, handle);
-  }));
+  if (nbytes == 0) return;
+  check(unlocked(
+      [&] { return stream.device->device->copy(const_cast<void*>(to.data), from.data, nbytes, handle); }));
   mark_all_used(stream, handle, touched);
 }
 
@@ -304,8 +305,9 @@ void bind_streams(nb::module_& m) {
            "one "
            "operation on this stream, called `name`. Does not wait. Raises InputError for what is no Buffer.")
       .def(
-          "copy", &copy, nb::arg("source"), nb::arg("target"),
-          "Copy a dense Buffer's bytes to the start of another, in stream order. Does not wait: memory of "
+          "copy", &copy, nb::arg("source"), nb::arg("target"), nb::arg("nbytes") = nb::none(),
+          "Copy the bytes of a dense Buffer (`nbytes` of them) to the start of another, in stream order. "
+          "Does not wait: memory of "
           "the "
           "host has to stay as it is until the copy is done. Buffers that a running call lent are taken "
           "too.\n\n"
