@@ -136,9 +136,9 @@ def models() -> dict[str, tuple[Any, list[Any], Any, dict[str, Any]]]:
     sizes = [(randn(n, 8, seed=n),) for n in (4, 1, 16, 3, 4)]
     return {
         "alone": (Dense(), several((4, 8)), None, {}),
-        "sizes": (Between(), sizes, ({0: batch},), {}),
+        "sizes": (Between(), sizes, ({0: batch},), {"resident": True}),
         "staged": (Dense(), sizes, ({0: batch},), {"device": None}),
-        "chain": (Chain(), several((4, 8)), None, {}),
+        "chain": (Chain(), several((4, 8)), None, {"resident": True}),
     }
 
 

@@ -8,6 +8,7 @@ them; a module that keeps them can stand in (`headrace.testing.tensorrt`). No mo
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import threading
@@ -112,7 +113,7 @@ class RtxEngine(Engine, Protocol):
 
 
 class Runtime(Protocol):
-    """``Runtime``. Without a driver the lean one ends the process when it is used: none is made without a GPU."""
+    """``Runtime``. Without a driver the lean one is none, and ends the process when it is used or dropped."""
 
     def deserialize_cuda_engine(self, serialized_engine: bytes, /) -> Engine | None: ...
 
@@ -298,9 +299,11 @@ def _runtime(module: Any) -> tuple[_Log, Any, str]:
             runtime = module.Runtime(log.logger)
         except Exception as error:
             return log, None, f"{type(error).__name__}: {error}"
-        # The object is there even where the run time behind it is not, and would end the process when used.
         failed = log.lines(errors=True)
         if runtime is None or failed:
+            # The object may be there where the run time behind it is not: using it ends the process, and so does
+            # dropping it (seen with tensorrt_lean 11.4.0.106 and no driver). So it is never dropped.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(runtime))
             return log, None, " / ".join(failed[-3:]) or "no run time"
         _runtimes[id(module)] = (module, log, runtime)
         return log, runtime, ""

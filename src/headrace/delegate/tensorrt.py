@@ -183,8 +183,8 @@ def _tensors(loaded: Loaded, blob: Blob) -> tuple[tuple[_Tensor, ...], tuple[_Te
         found.append(_Tensor(name, name in inputs, DTYPES[kind], shape, on_host, alias))
     by_name = {t.name: t for t in found}
     for output in found:
-        source = by_name.get(output.alias, output)
-        if (source.shape, source.dtype) != (output.shape, output.dtype) or source.on_host:
+        source = by_name[output.alias] if output.alias else output
+        if output.alias and ((source.shape, source.dtype) != (output.shape, output.dtype) or source.on_host):
             raise ProgramError(
                 f"output '{output.name}': expected the shape and dtype of input '{output.alias}', which it is written "
                 f"over, {source.dtype}{list(source.shape)} on a device, got {output.dtype}{list(output.shape)}; {_EXPORT}"

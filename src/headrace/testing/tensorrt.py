@@ -512,9 +512,10 @@ class _Context:
             if not captures:
                 counted.under_way -= 1
 
+        # Where it ran at once the count was one less for a moment.
+        stream.call(work)
         if not captures:
             counted.under_way += 1
-        stream.call(work)
 
 
 class _RtxContext(_Context):
