@@ -152,7 +152,7 @@ def export(name: str, which: str, there: Path) -> dict[str, Any]:
     path = there / f"{name}.pte"
     delegates = [Python("TensorRTBackend", operators=list(OPERATORS), lower=lower), Aoti()]
     if which == "cuda":
-        options = {**options, "target": "sm_90"}
+        options = {**options, "target": "cuda:sm_90"}
     exported = headrace.export.export(
         {"forward": module.eval()},
         {"forward": tuple(calls[0])},

@@ -581,3 +581,37 @@ def test_context_that_cannot_be_made_fails_the_load(monkeypatch: pytest.MonkeyPa
         headrace.DelegateError, match="expected an execution context, got none, without a word why"
     ):
         island(build(**DOUBLE), headrace.device("sim"))
+
+
+class Foreign:
+    """A stream in a green context that somebody else made."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def partition(self) -> Any:
+        raise headrace.NotSupported("a green context of somebody else's")
+
+
+def test_in_somebody_else_s_green_context_tensorrt_makes_its_streams() -> None:
+    """GC5: no stream can be made there by others; outside again the delegate makes them."""
+    sim, module = headrace.device("sim"), StandIn()
+    made = island(build(**DOUBLE, auxiliary=2), sim, module=module)
+    stream, x = sim.stream(), sim.to_device(X)
+    out = sim.empty((3, 4), stream=stream)
+    for foreign, given in ((False, 2), (True, 0), (True, 0), (False, 2)):
+        with headrace.caller_stream(stream):
+            made.run((x,), (out,), Foreign(stream) if foreign else stream)
+        assert made._execution is not None
+        assert len(made._execution.context.auxiliary) == given  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(out.numpy(), 2 * X)
+    module.fail_next = "no"
+    with (
+        headrace.caller_stream(stream),
+        pytest.raises(headrace.DelegateError, match="in somebody else's green context"),
+    ):
+        made.run((x,), (out,), Foreign(stream))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -318,3 +319,16 @@ def test_the_stand_in_finds_a_context_that_is_set_up_too_early() -> None:
         (got,) = loaded["forward"](inputs[1])
         right([got], program.calls[1], program)
     assert np.isfinite(got.numpy()).all()
+
+
+def test_the_page_runs_and_says_what_was_not_run() -> None:
+    """DE2: docs/tensorrt.md: its program, its options, and plainly what has met no real engine."""
+    from headrace.delegate.tensorrt import OPTIONS
+
+    page = (programs.ROOT / "docs/tensorrt.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert succeeded(run_python(block)) == "9 checks\n"
+    assert set(
+        re.findall(r"^\| `(\w+)` \|", page.split("## Options")[1].split("## What")[0], re.MULTILINE)
+    ) == set(OPTIONS)
+    assert "Not run: a real engine on a GPU" in page

@@ -645,14 +645,19 @@ class TensorRTBackend(Delegate):
         count = self._loaded.engine.num_aux_streams
         if not count:
             return
-        partition = stream.partition
+        partition = _partition(stream)
         if execution.auxiliary and execution.setup.partition == partition:
             return
         self._change(execution, stage)
-        maker = self._device if partition is None else partition
-        execution.auxiliary = [maker.stream() for _ in range(count)]
+        if partition is _FOREIGN:
+            # TensorRT makes them there itself, where it was built with CUDA 13 or later.
+            execution.auxiliary = [stream]
+            execution.context.set_aux_streams([])
+        else:
+            maker = self._device if partition is None else partition
+            execution.auxiliary = [maker.stream() for _ in range(count)]
+            execution.context.set_aux_streams([each.handle for each in execution.auxiliary])
         execution.setup.partition = partition
-        execution.context.set_aux_streams([each.handle for each in execution.auxiliary])
 
     def _change(self, execution: _Execution, stage: str) -> None:
         """Before a context is set up otherwise: what it was enqueued for is done."""
@@ -705,16 +710,32 @@ class TensorRTBackend(Delegate):
             f"expected the engine to be enqueued on {stream!r} for {self._said(execution)}, got no from "
             f"{self._loaded.module.__name__} {self._loaded.module.__version__}{self._loaded.told()}"
         )
-        lane = stream.partition
+        lane = _partition(stream)
         if lane is not None:
+            sms = (
+                f"a partition of {lane.sm_count} SMs"
+                if lane is not _FOREIGN
+                else "somebody else's green context"
+            )
             return (
-                f"{text}; the likely cause: the stream is in a partition of {lane.sm_count} SMs, where TensorRT needs a "
-                "run time of CUDA 13 or newer; call it outside, or install that"
+                f"{text}; the likely cause: the stream is in {sms}, where TensorRT needs a run time of CUDA 13 or newer; "
+                "call it outside, or install that"
             )
         return (
             f"{text}; the likely cause: a stream of another device than the engine's, {self._device.name}, or an earlier "
             "failure on the device: read the first error"
         )
+
+
+_FOREIGN = object()
+
+
+def _partition(stream: Any) -> Any:
+    """The partition that the stream is in, None, or _FOREIGN: somebody else's, in which no stream can be made here."""
+    try:
+        return stream.partition
+    except NotSupported:
+        return _FOREIGN
 
 
 def _check_platform(blob: Blob) -> None:
