@@ -13,254 +13,27 @@ calls of an island, and one for each graph.
 from __future__ import annotations
 
 import contextlib
-import difflib
-import hashlib
-import os
-import platform
-import re
-import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from ..device import caller_stream, current_stream
 from ..device import device as open_device
-from ..errors import CaptureError, DelegateError, NotSupported, OptionError, ProgramError
-from ..pte.tensorrt import Blob, read
+from ..errors import CaptureError, DelegateError, NotSupported, ProgramError
+from ..pte.tensorrt import read
 from . import Context, Delegate
-from .nvinfer import (
-    KINDS,
-    Engine,
-    ExecutionContext,
-    Loaded,
-    RtxEngine,
-    RuntimeCache,
-    RuntimeConfig,
-    load_engine,
-)
+from .bindings import DTYPES, EXPORT_AGAIN, Profiles, Tensor, check_platform, is_dense, tensors_of
+from .nvinfer import ExecutionContext, RtxEngine, load_engine
+from .tensorrt_options import BUDGET, OPTIONS, RuntimeCacheFile, options_of, set_budget
 
 __all__ = ["DTYPES", "OPTIONS", "TensorRTBackend"]
 
-DTYPES = {
-    "FLOAT": "float32",
-    "HALF": "float16",
-    "BF16": "bfloat16",
-    "FP8": "float8_e4m3fn",
-    "INT8": "int8",
-    "UINT8": "uint8",
-    "INT32": "int32",
-    "INT64": "int64",
-    "BOOL": "bool",
-}
-"""TensorRT's ``DataType`` by name, and PyTorch's names of those that an island's tensors can have."""
-
-OPTIONS = ("runtime", "runtime_cache", "use_shared_cuda_stream", "weight_streaming_budget")
-BUDGET = "weight_streaming_budget"
-
 # "The pointer must have at least 256-byte alignment": setTensorAddress() in NvInferRuntime.h. ExecuTorch plans by 16.
 _ALIGNMENT = 256
-_EXPORT = "export it again"
-
-
-@dataclass(frozen=True)
-class _Options:
-    """``budget`` in bytes, None: TensorRT's own choice; ``runtime``: a kind of `nvinfer.KINDS`, empty: what fits."""
-
-    budget: int | None
-    runtime: str
-    cache: Path | None
-
-
-def _budget(value: Any, where: str, error: type[OptionError | ProgramError]) -> int | None:
-    """A number of bytes; None for an empty text."""
-    if isinstance(value, bytes):
-        value = value.decode("ascii", "replace").rstrip("\0")
-    if value == "":
-        return None
-    if isinstance(value, str) and re.fullmatch("[0-9]{1,18}", value):
-        return int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise error(f"{where} '{BUDGET}': expected bytes as a decimal number, got {value!r}")
-
-
-def _options(given: Mapping[str, Any], specs: Mapping[str, bytes]) -> _Options:
-    for key in given:
-        if key not in OPTIONS:
-            (nearest,) = difflib.get_close_matches(key, OPTIONS, 1, 0)
-            raise OptionError(
-                f"option: expected one that TensorRTBackend has, got {key!r}; the nearest is '{nearest}'"
-            )
-    shared = given.get("use_shared_cuda_stream", False)
-    if not isinstance(shared, bool):
-        raise OptionError(
-            f"option 'use_shared_cuda_stream': expected a bool, got {type(shared).__name__}; leave it out"
-        )
-    if shared:
-        raise NotSupported(
-            "option 'use_shared_cuda_stream': expected false, got true, which is not supported: headrace runs every "
-            "delegate on the stream of the call, which is the caller's; select one with headrace.caller_stream() or "
-            "stream="
-        )
-    runtime = given.get("runtime", "")
-    if runtime != "" and runtime not in KINDS:
-        raise OptionError(f"option 'runtime': expected one of {', '.join(KINDS)}, got {runtime!r}")
-    cache = given.get("runtime_cache", "")
-    if not isinstance(cache, str) or (
-        cache and not (os.path.isabs(cache) and os.path.isdir(cache) and os.access(cache, os.W_OK))
-    ):
-        raise OptionError(
-            f"option 'runtime_cache': expected the absolute path of a folder that can be written to, got {cache!r}"
-        )
-    budget = _budget(given.get(BUDGET, ""), "option", OptionError)
-    if budget is None and BUDGET in specs:
-        budget = _budget(specs[BUDGET], "compile spec", ProgramError)
-    return _Options(budget, runtime, Path(cache) if cache else None)
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """One binding. ``shape``: -1 where a size varies. ``on_host``: the engine reads or writes it on the host."""
-
-    name: str
-    is_input: bool
-    dtype: str
-    shape: tuple[int, ...]
-    on_host: bool
-    alias: str = ""  # of an output: the input that it is written over
-
-
-def _tensors(loaded: Loaded, blob: Blob) -> tuple[tuple[_Tensor, ...], tuple[_Tensor, ...]]:
-    """Inputs and outputs in the order of the island's arguments, as engine and payload agree on them."""
-    module, engine = loaded.module, loaded.engine
-    names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]
-    inputs = {n for n in names if engine.get_tensor_mode(n) == module.TensorIOMode.INPUT}
-    bindings = blob.bindings
-    order = [b.name for b in bindings] if bindings else names
-    said = {b.name for b in blob.inputs} if bindings else inputs
-    if set(order) != set(names) or said != inputs:
-        raise ProgramError(
-            f"expected the bindings of the engine, inputs {sorted(inputs)} and outputs {sorted(set(names) - inputs)}, "
-            f"got inputs {sorted(said)} and outputs {sorted(set(order) - said)}; {_EXPORT}"
-        )
-    aliases = {a.output: a for a in blob.aliased}
-    asks = getattr(engine, "get_aliased_input_tensor", lambda name: None)
-    found = []
-    for name in order:
-        where = f"{'input' if name in inputs else 'output'} '{name}'"
-        kind = engine.get_tensor_dtype(name).name
-        if kind not in DTYPES:
-            raise ProgramError(
-                f"{where}: expected an element type that tensors have, got {kind}; export it with another"
-            )
-        shape = tuple(int(n) for n in engine.get_tensor_shape(name))
-        binding = next((b for b in bindings if b.name == name), None)
-        if binding is not None:
-            told = binding.dtype or DTYPES[kind], binding.shape or shape
-            same = len(told[1]) == len(shape) and all(
-                a in (b, -1) or b == -1 for a, b in zip(told[1], shape, strict=False)
-            )
-            if told[0] != DTYPES[kind] or not same:
-                raise ProgramError(
-                    f"{where}: expected {DTYPES[kind]}{list(shape)}, as the engine has it, got "
-                    f"{told[0]}{list(told[1])}; {_EXPORT}"
-                )
-        if engine.get_tensor_vectorized_dim(name) != -1:
-            raise ProgramError(f"{where}: expected a linear layout, got a vectorized one; {_EXPORT}")
-        on_host = engine.get_tensor_location(name) == module.TensorLocation.HOST
-        alias = aliases[name].input if name in aliases else ""
-        engines = asks(name) if name not in inputs else None
-        if (engines or "") != ("" if name in aliases and aliases[name].kind == "user" else alias):
-            raise ProgramError(
-                f"{where}: expected to be written over {engines!r}, as the engine has it, got aliased_io of "
-                f"{alias or None!r}; {_EXPORT}"
-            )
-        found.append(_Tensor(name, name in inputs, DTYPES[kind], shape, on_host, alias))
-    by_name = {t.name: t for t in found}
-    for output in found:
-        source = by_name[output.alias] if output.alias else output
-        if output.alias and ((source.shape, source.dtype) != (output.shape, output.dtype) or source.on_host):
-            raise ProgramError(
-                f"output '{output.name}': expected the shape and dtype of input '{output.alias}', which it is written "
-                f"over, {source.dtype}{list(source.shape)} on a device, got {output.dtype}{list(output.shape)}; {_EXPORT}"
-            )
-    return tuple(t for t in found if t.is_input), tuple(t for t in found if not t.is_input)
-
-
-def _set_budget(engine: Engine, budget: int | None) -> None:
-    """Before there is a context. An engine without weights to stream keeps all of them."""
-    streamable = engine.streamable_weights_size
-    if streamable <= 0:
-        return
-    wanted = engine.get_weight_streaming_automatic_budget() if budget is None else min(budget, streamable)
-    engine.weight_streaming_budget_v2 = wanted
-    if budget is None and engine.weight_streaming_budget_v2 != wanted:
-        # TensorRT's own choice may not fit any more; this always does.
-        engine.weight_streaming_budget_v2 = wanted = 0
-    if engine.weight_streaming_budget_v2 != wanted:
-        raise OptionError(
-            f"option '{BUDGET}': expected a budget that the engine accepts, got {wanted} bytes of {streamable}; "
-            "choose another, or leave it to TensorRT"
-        )
-
-
-@dataclass
-class _Profiles:
-    """Least, best and greatest shapes of each input under each optimization profile."""
-
-    by_number: list[list[tuple[tuple[int, ...], ...]]]
-
-    @staticmethod
-    def of(engine: Engine, inputs: Sequence[_Tensor]) -> _Profiles:
-        def bounds(tensor: _Tensor, number: int) -> tuple[tuple[int, ...], ...]:
-            if -1 not in tensor.shape:
-                return (tensor.shape,) * 3
-            return tuple(tuple(map(int, d)) for d in engine.get_tensor_profile_shape(tensor.name, number))
-
-        return _Profiles([[bounds(t, p) for t in inputs] for p in range(engine.num_optimization_profiles)])
-
-    def best(self, inputs: Sequence[_Tensor], shapes: Sequence[tuple[int, ...]]) -> int:
-        """The number of the profile whose best shapes are nearest to these, by ratio, among those that admit them."""
-
-        def distance(profile: list[tuple[tuple[int, ...], ...]]) -> float:
-            away = 0.0
-            for (_, best, _), shape in zip(profile, shapes, strict=True):
-                for a, b in zip(best, shape, strict=True):
-                    away += abs(np.log((a + 1) / (b + 1)))
-            return away
-
-        fitting = [
-            (distance(profile), number)
-            for number, profile in enumerate(self.by_number)
-            if all(
-                len(least) == len(shape)
-                and all(a <= n <= b for a, n, b in zip(least, shape, most, strict=True))
-                for (least, _, most), shape in zip(profile, shapes, strict=True)
-            )
-        ]
-        if fitting:
-            return min(fitting)[1]
-        for i, (tensor, shape) in enumerate(zip(inputs, shapes, strict=True)):
-            spans = [profile[i] for profile in self.by_number]
-            if not any(
-                len(shape) == len(least)
-                and all(a <= n <= b for a, n, b in zip(least, shape, most, strict=True))
-                for least, _, most in spans
-            ):
-                said = " or ".join(f"{list(least)} to {list(most)}" for least, _, most in spans)
-                raise DelegateError(
-                    f"input {i} '{tensor.name}': expected a shape from {said}, the engine's optimization profiles, got "
-                    f"{list(shape)}; call it with another, or export it with wider bounds"
-                )
-        raise DelegateError(
-            f"inputs: expected shapes that one of {len(self.by_number)} optimization profiles admits together, got "
-            f"{', '.join(str(list(s)) for s in shapes)}; export it with a profile for them"
-        )
 
 
 @dataclass
@@ -301,46 +74,6 @@ class _Execution:
             self.settle()
 
 
-class _Cache:
-    """Kernels that TensorRT for RTX compiled for one engine, in a file between processes."""
-
-    def __init__(self, folder: Path, blob: Blob, version: str) -> None:
-        digest = hashlib.sha256(blob.engine).hexdigest()
-        self.path = folder / f"{digest[:32]}-{version}.rtxcache"
-        self.native: RuntimeCache | None = None
-        self.written = b""
-
-    def config(self, engine: RtxEngine) -> RuntimeConfig:
-        """A configuration for a context that uses the cache."""
-        config = engine.create_runtime_config()
-        if self.native is None:
-            self.native = config.create_runtime_cache()
-            with contextlib.suppress(OSError):
-                data = self.path.read_bytes()
-                # One of another driver or GPU is refused, and written anew.
-                if data and self.native.deserialize(data):
-                    self.written = data
-        config.set_runtime_cache(self.native)
-        return config
-
-    def save(self) -> None:
-        """Write it where it changed, whole or not at all. A full disk is no failure of the program's."""
-        if self.native is None:
-            return
-        data = bytes(self.native.serialize())
-        if data == self.written:
-            return
-        with contextlib.suppress(OSError):
-            descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(data)
-                os.replace(name, self.path)
-                self.written = data
-            except OSError:
-                os.unlink(name)
-
-
 class TensorRTBackend(Delegate):
     """One TensorRT engine. Not thread-safe inside, so its runs take turns.
 
@@ -354,26 +87,26 @@ class TensorRTBackend(Delegate):
     def load(self, payload: bytes, context: Context) -> None:
         """Raises ProgramError (payload, bindings), OptionError, DelegateUnavailable (GPU, run time, engine)."""
         blob = read(payload)
-        options = _options(context.options, context.specs)
-        _check_platform(blob)
+        options = options_of(context.options, context.specs)
+        check_platform(blob)
         self._device = context.device
         self._lock = threading.Lock()
         self._execution: _Execution | None = None
         self._staged: dict[str, Any] = {}
-        self._cache: _Cache | None = None
+        self._cache: RuntimeCacheFile | None = None
         with self._device._context():
             self._loaded = load_engine(blob, context.device, options.runtime)
-            self._inputs, self._outputs = _tensors(self._loaded, blob)
+            self._inputs, self._outputs = tensors_of(self._loaded, blob)
             if len(self._inputs) != context.num_inputs:
                 raise ProgramError(
                     f"expected {context.num_inputs} inputs, as the program has them, got an engine with "
-                    f"{len(self._inputs)}; {_EXPORT}"
+                    f"{len(self._inputs)}; {EXPORT_AGAIN}"
                 )
-            _set_budget(self._loaded.engine, options.budget)
-            self._profiles = _Profiles.of(self._loaded.engine, self._inputs)
+            set_budget(self._loaded.engine, options.budget)
+            self._profiles = Profiles.of(self._loaded.engine, self._inputs)
             if options.cache is not None and self._loaded.kind == "tensorrt_rtx":
-                self._cache = _Cache(options.cache, blob, self._loaded.module.__version__)
-                weakref.finalize(self, _Cache.save, self._cache)
+                self._cache = RuntimeCacheFile(options.cache, blob, self._loaded.module.__version__)
+                weakref.finalize(self, RuntimeCacheFile.save, self._cache)
             # Now, so that a program whose contexts do not fit fails when it is loaded.
             self._execution = self._new_execution()
 
@@ -394,14 +127,14 @@ class TensorRTBackend(Delegate):
     def run(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
         for side, tensors, given in (("input", self._inputs, inputs), ("output", self._outputs, outputs)):
             if len(given) != len(tensors):
-                raise DelegateError(f"expected {len(tensors)} {side}s, got {len(given)}; {_EXPORT}")
+                raise DelegateError(f"expected {len(tensors)} {side}s, got {len(given)}; {EXPORT_AGAIN}")
             for i, (tensor, buffer) in enumerate(zip(tensors, given, strict=True)):
                 if getattr(buffer, "dtype", None) != tensor.dtype:
                     got = getattr(buffer, "dtype", None) or type(buffer).__name__
                     raise DelegateError(
-                        f"{side} {i} '{tensor.name}': expected {tensor.dtype}, as the engine has it, got {got}; {_EXPORT}"
+                        f"{side} {i} '{tensor.name}': expected {tensor.dtype}, as the engine has it, got {got}; {EXPORT_AGAIN}"
                     )
-                if not _is_dense(buffer):
+                if not is_dense(buffer.shape, buffer.strides):
                     raise DelegateError(
                         f"{side} {i} '{tensor.name}': expected contiguous memory, got strides "
                         f"{list(buffer.strides)} for {list(buffer.shape)}; export it with the default dimension order"
@@ -447,7 +180,7 @@ class TensorRTBackend(Delegate):
                 # The copies use memory that is the engine's again when this returns.
                 stream.synchronize()
 
-    def _stage(self, tensor: _Tensor, shape: tuple[int, ...], stream: Any) -> Any:
+    def _stage(self, tensor: Tensor, shape: tuple[int, ...], stream: Any) -> Any:
         """Memory of the device, kept for calls of this shape."""
         kept = self._staged.get(tensor.name)
         if kept is None or kept.shape != shape:
@@ -578,7 +311,7 @@ class TensorRTBackend(Delegate):
                 profile, stream.handle
             ):
                 raise DelegateError(
-                    f"expected optimization profile {profile} to be taken, got no{told()}; {_EXPORT}"
+                    f"expected optimization profile {profile} to be taken, got no{told()}; {EXPORT_AGAIN}"
                 )
             setup.profile = profile
         setup.addresses = ()
@@ -603,7 +336,7 @@ class TensorRTBackend(Delegate):
             ) from error
         if open_:
             raise DelegateError(
-                f"expected every shape to be known, got none for {', '.join(open_)}{told()}; {_EXPORT}"
+                f"expected every shape to be known, got none for {', '.join(open_)}{told()}; {EXPORT_AGAIN}"
             )
         results = []
         for tensor in self._outputs:
@@ -620,7 +353,7 @@ class TensorRTBackend(Delegate):
         ):
             if not tensor.on_host:
                 strides = tuple(int(n) for n in context.get_tensor_strides(tensor.name))
-                if not _dense(shape, strides):
+                if not is_dense(shape, strides):
                     raise DelegateError(
                         f"'{tensor.name}': expected contiguous memory, got an engine with strides {list(strides)} for "
                         f"{list(shape)}; export it with linear formats"
@@ -667,7 +400,7 @@ class TensorRTBackend(Delegate):
             )
         execution.settle()
 
-    def _aligned(self, execution: _Execution, tensor: _Tensor, buffer: Any, stream: Any) -> Any:
+    def _aligned(self, execution: _Execution, tensor: Tensor, buffer: Any, stream: Any) -> Any:
         """The buffer, or memory of ours where TensorRT does not take its address."""
         if buffer.nbytes and (buffer.address % _ALIGNMENT == 0 or self._device.name == "cpu"):
             return buffer
@@ -679,7 +412,7 @@ class TensorRTBackend(Delegate):
             )
         return kept
 
-    def _fetch(self, execution: _Execution, tensor: _Tensor, buffer: Any, stream: Any) -> bytes:
+    def _fetch(self, execution: _Execution, tensor: Tensor, buffer: Any, stream: Any) -> bytes:
         """The content of an input that the engine reads on the host. Waits."""
         host = open_device("cpu").empty(buffer.shape, buffer.dtype)
         stream.copy(buffer, host)
@@ -692,7 +425,7 @@ class TensorRTBackend(Delegate):
         content: bytes = array.tobytes()
         return content
 
-    def _put(self, execution: _Execution, tensor: _Tensor, buffer: Any, stream: Any) -> None:
+    def _put(self, execution: _Execution, tensor: Tensor, buffer: Any, stream: Any) -> None:
         """An output that the engine wrote on the host, behind what is on the stream. Waits."""
         stream.synchronize()
         host = open_device("cpu").to_device(execution.on_host[tensor.name].reshape(buffer.shape))
@@ -738,28 +471,7 @@ def _partition(stream: Any) -> Any:
         return _FOREIGN
 
 
-def _check_platform(blob: Blob) -> None:
-    here = f"linux_{platform.machine()}"
-    if blob.target_platform not in ("", "unknown", here):
-        raise ProgramError(
-            f"expected an engine for {here}, got one built for {blob.target_platform}; export it for this platform"
-        )
-
-
-def _dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    step = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != step:
-            return 0 in shape
-        step *= size
-    return True
-
-
-def _is_dense(buffer: Any) -> bool:
-    return _dense(buffer.shape, buffer.strides)
-
-
-def _resize(tensor: _Tensor, buffer: Any, shape: tuple[int, ...]) -> None:
+def _resize(tensor: Tensor, buffer: Any, shape: tuple[int, ...]) -> None:
     # TensorRT says [1] for what has no dimensions.
     if tuple(buffer.shape) == shape or (tuple(buffer.shape) == () and shape == (1,)):
         return
@@ -768,5 +480,5 @@ def _resize(tensor: _Tensor, buffer: Any, shape: tuple[int, ...]) -> None:
     except ValueError as error:
         raise DelegateError(
             f"output '{tensor.name}': expected a shape within the plan's {list(buffer.shape)}, got {list(shape)}; "
-            f"{_EXPORT}"
+            f"{EXPORT_AGAIN}"
         ) from error
