@@ -65,10 +65,13 @@ def metadata(**changed: Any) -> dict[str, Any]:
     }
 
 
-def damaged(seed: int, count: int) -> Iterator[bytes]:
-    """``count`` payloads that were right once: bits, bytes, header fields, pieces and texts changed."""
+def damaged(seed: int, count: int, whole: bytes = b"") -> Iterator[bytes]:
+    """``count`` payloads that were right once: bits, bytes, header fields, pieces and texts changed. Of ``whole``, where it
+    is given, what stands before the engine."""
     rng = random.Random(seed)
-    seeds = [good(), raw(metadata()), raw(metadata(device_id=3, new=[{"a": [1, None]}]))]
+    seeds = (
+        [whole] if whole else [good(), raw(metadata()), raw(metadata(device_id=3, new=[{"a": [1, None]}]))]
+    )
     texts = [
         b"[",
         b"{",
@@ -87,8 +90,9 @@ def damaged(seed: int, count: int) -> Iterator[bytes]:
     ]
     for _ in range(count):
         data = bytearray(rng.choice(seeds))
+        end = HEADER.unpack_from(data)[3] if whole else len(data)
         for _ in range(rng.choice((1, 1, 1, 2, 4))):
-            at = rng.randrange(len(data)) if data else 0
+            at = rng.randrange(max(1, min(end, len(data))))
             match rng.randrange(7):
                 case 0:
                     data[at : at + 1] = bytes([data[at] ^ 1 << rng.randrange(8)]) if data else b"x"

@@ -8,13 +8,17 @@ import struct
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headrace
+from headrace.delegate import Context
+from headrace.delegate.tensorrt import TensorRTBackend
 from headrace.pte import tensorrt as blob
 from headrace.pte.tensorrt import Aliased, Binding, Built
+from headrace.testing.tensorrt import StandIn, Tensor, build, stand_in
 
 from . import forge
 from .forge import metadata, raw
@@ -253,3 +257,42 @@ def test_damaged_payloads_are_read_or_refused() -> None:
         assert found.engine.nbytes <= len(data) and all(b.name for b in found.bindings)
         ends["read"] += 1
     assert ends["read"] > count // 100 and len(ends) > 15, ends
+
+
+def test_damaged_payloads_are_loaded_or_refused() -> None:
+    """DE2, OP3: the same through the delegate, over an engine that is right: one that runs as it should, or one of
+    headrace's errors."""
+    count = int(os.environ.get("HEADRACE_FUZZ", "400"))
+    engine = build(
+        inputs=[Tensor("x", "float32", (-1, 4)), Tensor("cache", "float32", (2, 4))],
+        outputs=[
+            Tensor("output0", "float32", (-1, 4)),
+            Tensor("output1", "float32", (2, 4), alias="cache", declared=False),
+        ],
+        steps=[
+            {"op": "mul", "out": "output0", "args": ["x", 2.0]},
+            {"op": "add", "out": "output1", "args": ["cache", 1.0]},
+        ],
+        profiles=[{"x": ((1, 4), (2, 4), (8, 4))}],
+        version="1.7.1.116",
+    )
+    whole = blob.write(
+        engine, forge.BINDINGS, [Aliased("output1", "cache", "user")], built=Built("tensorrt", "1.7.1.116")
+    )
+    device, x = headrace.device("cpu"), np.ones((3, 4), np.float32)
+    stream, ends = device.stream(), Counter[str]()
+    with stand_in(module=StandIn(version="1.7.1.116")):
+        for number, data in enumerate(forge.damaged(2, count, whole)):
+            made = TensorRTBackend()
+            try:
+                made.load(data, Context("forward", 0, 2, {}, {}, device, lambda key: b""))
+                kept, out, other = device.to_device(x[:2]), device.empty((3, 4)), device.empty((2, 4))
+                made.run((device.to_device(x), kept), (out, other), stream)
+            except headrace.HeadraceError as e:
+                ends[type(e).__name__] += 1
+                continue
+            except Exception as e:
+                raise AssertionError(f"payload {number}: {data!r}") from e
+            assert (out.numpy() == 2).all() and (kept.numpy() == 2).all() and (other.numpy() == 2).all()
+            ends["ran"] += 1
+    assert ends["ran"] > count // 100 and ends["ProgramError"] > count // 2, ends

@@ -223,7 +223,10 @@ class _Runtime:
     def judge(self, data: bytes) -> _Diagnostics | None:
         if data[: len(_MAGIC)] != _MAGIC:
             return _Diagnostics.MALFORMED_ENGINE
-        described = json.loads(data[len(_MAGIC) :])
+        try:
+            described = json.loads(data[len(_MAGIC) :])
+        except ValueError:
+            return _Diagnostics.MALFORMED_ENGINE
         if described["version"] != self.module.__version__:
             return _Diagnostics.VERSION_MISMATCH
         runs_on, here = described["capabilities"], self.module.compute_capability
