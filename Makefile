@@ -78,7 +78,7 @@ audit-public: .venv-dev/ready ## audit the public wheels of docs/audit.md; downl
 	$(DEV) -m tests.audit.public_wheels build/public-wheels --check
 
 export-cuda: .venv-dev/ready .venv-export/ready ## the programs that test-cuda runs, into build/programs; needs no GPU; minutes
-	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -c 'from tests.programs import CUDA; print(CUDA.ensure())'
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -c 'from tests.programs import CUDA, TENSORRT_CUDA; print(CUDA.ensure(), TENSORRT_CUDA.ensure())'
 	HEADRACE_CUDA_PROGRAMS=all $(DEV) -m pytest -q tests/unit/test_export.py -k 'for_a_gpu and not in_a_process'
 
 test-cuda: .venv-dev/ready ## the tests that need a GPU; skipping one is a failure

@@ -550,7 +550,7 @@ class _Gpu:
 
         def view(tensor: Tensor, address: int, shape: tuple[int, ...]) -> Array:
             nbytes = math.prod(shape) * np.dtype(tensor.dtype).itemsize
-            memory = cupy.cuda.UnownedMemory(address, max(nbytes, 1), self, 0)
+            memory = cupy.cuda.UnownedMemory(address, max(nbytes, 1), self, stream.device.ordinal)
             return cupy.ndarray(shape, tensor.dtype, cupy.cuda.MemoryPointer(memory, 0))
 
         with cupy.cuda.Stream.from_external(stream), cupy.cuda.using_allocator(self.pool.malloc):
