@@ -69,6 +69,7 @@ fuzz: .venv-dev/ready .venv-export/ready ## thousands of damaged programs and da
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.run --count 6000
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.run --count 1000 --only data_file
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.cuda --count 20000
+	HEADRACE_FUZZ=20000 $(DEV) -m pytest -q tests/tensorrt/test_payloads.py -k damaged
 
 fuzz-native: ## the same cases through the C++ interface, in the build of test-sanitize; minutes
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.native build/sanitize/run_files --count 6600
@@ -77,7 +78,7 @@ audit-public: .venv-dev/ready ## audit the public wheels of docs/audit.md; downl
 	$(DEV) -m tests.audit.public_wheels build/public-wheels --check
 
 export-cuda: .venv-dev/ready .venv-export/ready ## the programs that test-cuda runs, into build/programs; needs no GPU; minutes
-	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -c 'from tests.programs import CUDA; print(CUDA.ensure())'
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -c 'from tests.programs import CUDA, TENSORRT_CUDA; print(CUDA.ensure(), TENSORRT_CUDA.ensure())'
 	HEADRACE_CUDA_PROGRAMS=all $(DEV) -m pytest -q tests/unit/test_export.py -k 'for_a_gpu and not in_a_process'
 
 test-cuda: .venv-dev/ready ## the tests that need a GPU; skipping one is a failure

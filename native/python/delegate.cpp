@@ -39,8 +39,31 @@ Status failure(const Loaded& loaded, ErrorCode code, const std::string& what) {
   return island_failure(loaded.method, loaded.island, loaded.name, Status(code, what));
 }
 
-// The Status of a Python exception; what the caller sees has it as its cause.
-Status failure(const Loaded& loaded, const char* where, nb::python_error& error) {
+// The code of an exception of ours; kOk for another's.
+ErrorCode code_of(const nb::python_error& error) {
+  static constexpr std::pair<const char*, ErrorCode> kClasses[] = {
+      {"NotSupported", ErrorCode::kNotSupported},
+      {"DelegateUnavailable", ErrorCode::kDelegateUnavailable},
+      {"OutOfDeviceMemory", ErrorCode::kOutOfDeviceMemory},
+      {"ProgramError", ErrorCode::kProgram},
+      {"OptionError", ErrorCode::kOption},
+      {"InputError", ErrorCode::kInput},
+  };
+  nb::module_ errors = nb::module_::import_("headrace.errors");
+  for (const auto& [name, code] : kClasses) {
+    if (PyObject_IsInstance(error.value().ptr(), nb::object(errors.attr(name)).ptr()) == 1) return code;
+  }
+  return ErrorCode::kOk;
+}
+
+// The Status of a Python exception; what the caller sees has it as its cause. `keep`: what is ours keeps its
+// class and its words, which say who has to act.
+Status failure(const Loaded& loaded, const char* where, nb::python_error& error, bool keep) {
+  if (ErrorCode code = keep ? code_of(error) : ErrorCode::kOk; code != ErrorCode::kOk) {
+    Status status = failure(loaded, code, nb::cast<std::string>(nb::str(error.value())));
+    status.cause = hold(nb::borrow(error.value()));
+    return status;
+  }
   Status status = failure(loaded, ErrorCode::kDelegate, std::string(where) + " raised " + text_of(error));
   status.cause = hold(nb::borrow(error.value()));
   return status;
@@ -70,6 +93,18 @@ class PyIsland final : public IslandCapture {
       return "capturable() raised " + text_of(e);
     } catch (const std::exception& e) {
       return std::string("capturable() failed: ") + e.what();
+    }
+  }
+
+  std::shared_ptr<void> pin() override {
+    GilAcquire gil;
+    try {
+      nb::object used;
+      wait_for_gil([&] { used = object().attr("captured")(); });
+      return used.is_none() ? nullptr : hold(std::move(used));
+    } catch (const std::exception&) {
+      // The work is recorded; what it uses lives as long as the delegate, as without an answer.
+      return nullptr;
     }
   }
 
@@ -150,7 +185,7 @@ class PyBackend final : public et::BackendInterface {
     try {
       return run(loaded, *bound, args);
     } catch (nb::python_error& e) {
-      return tell(failure(loaded, "run()", e), et::Error::DelegateInvalidHandle);
+      return tell(failure(loaded, "run()", e, false), et::Error::DelegateInvalidHandle);
     } catch (const std::exception& e) {
       return tell(failure(loaded, ErrorCode::kDelegate, std::string("run() failed: ") + e.what()),
                   et::Error::DelegateInvalidHandle);
@@ -207,7 +242,7 @@ class PyBackend final : public et::BackendInterface {
       loaded.object = made.release().ptr();
       return true;
     } catch (nb::python_error& e) {
-      (void)tell(failure(loaded, "load()", e), et::Error::Internal);
+      (void)tell(failure(loaded, "load()", e, true), et::Error::Internal);
     } catch (const std::exception& e) {
       (void)tell(failure(loaded, ErrorCode::kDelegate, std::string("load() failed: ") + e.what()),
                  et::Error::Internal);

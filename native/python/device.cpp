@@ -1,9 +1,11 @@
 // headrace.Device.
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <map>
 #include <mutex>
+#include <optional>
 
 #include "headrace/capture.h"
 #include "python/gil.h"
@@ -126,6 +128,13 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
   return result;
 }
 
+// A ContextScope as a block of Python's; entered and left by one thread.
+struct CurrentContext {
+  explicit CurrentContext(PyDeviceRef of) : device(std::move(of)) {}
+  PyDeviceRef device;
+  std::optional<ContextScope> scope;
+};
+
 std::shared_ptr<SimDevice> sim_of(PyDevice& device, const char* what) {
   auto sim = std::dynamic_pointer_cast<SimDevice>(device.device);
   if (!sim) {
@@ -193,6 +202,12 @@ void bind_devices(nb::module_& m) {
          wait_for_gil([&] { PyEval_RestoreThread(static_cast<PyThreadState*>(state)); });
        }});
 
+  nb::class_<CurrentContext>(m, "CurrentContext")
+      .def("__enter__", [](CurrentContext& self) { self.scope.emplace(*self.device->device); })
+      .def(
+          "__exit__", [](CurrentContext& self, nb::handle, nb::handle, nb::handle) { self.scope.reset(); },
+          nb::arg("kind").none(), nb::arg("error").none(), nb::arg("trace").none());
+
   nb::class_<PyDevice>(m, "Device", "A device: memory, streams, partitions. Get it from headrace.device().")
       .def_prop_ro(
           "name", [](const PyDevice& d) { return d.device->name(); }, "Such as 'cpu', 'sim:0' or 'cuda:1'.")
@@ -258,6 +273,8 @@ void bind_devices(nb::module_& m) {
       .def(
           "synchronize", [](PyDevice& self) { check(unlocked([&] { return self.device->synchronize(); })); },
           "Wait for all work of the device. Raises what failed in it.")
+      // For delegates that call libraries which work on the thread's current GPU.
+      .def("_context", [](const PyDeviceRef& self) { return std::make_unique<CurrentContext>(self); })
       .def(
           "memory",
           [](const PyDevice& self) {

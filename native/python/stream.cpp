@@ -1,4 +1,5 @@
 // headrace.Stream, Event and Partition, and the thread's selection.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
 #include "device/record.h"
@@ -125,6 +126,33 @@ void declare(PyStream& stream, nb::iterable reads, nb::iterable writes, const st
                       name.empty() ? nullptr : name.c_str());
   }
   mark_all_used(stream, handle, touched);
+}
+
+void copy(PyStream& stream, nb::handle source, nb::handle target, std::optional<size_t> limit) {
+  StreamHandle handle = usable(stream);
+  auto only = [](nb::handle item) { return nb::borrow<nb::iterable>(nb::make_tuple(item)); };
+  Touched touched = touched_by(stream, only(source), only(target), "Stream.copy");
+  const Access &from = touched.accesses[0], &to = touched.accesses[1];
+  if (!is_dense(nb::cast<Buffer&>(source).view) || !is_dense(nb::cast<Buffer&>(target).view)) {
+    raise(Status(ErrorCode::kInput, "Stream.copy: expected dense memory, got a strided view"));
+  }
+  size_t nbytes = limit.value_or(from.nbytes);
+  if (nbytes > from.nbytes || nbytes > to.nbytes) {
+    raise(Status(ErrorCode::kInput, "Stream.copy: expected room for " + std::to_string(nbytes) +
+                                        " bytes, got a source of " + std::to_string(from.nbytes) +
+                                        " and a target of " + std::to_string(to.nbytes)));
+  }
+  if (nbytes == 0) return;
+  check(unlocked(
+      [&] { return stream.device->device->copy(const_cast<void*>(to.data), from.data, nbytes, handle); }));
+  mark_all_used(stream, handle, touched);
+}
+
+// Of the partition that the stream's work stays in; None where it is in none.
+nb::object partition_of(const PyStream& stream) {
+  PartitionRef found = unwrap(stream.device->device->partition_of(usable(stream)));
+  if (found == nullptr) return nb::none();
+  return nb::cast(std::make_shared<PyPartition>(PyPartition{stream.device, std::move(found)}));
 }
 
 void call(PyStream& stream, nb::object function, nb::iterable reads, nb::iterable writes) {
@@ -276,6 +304,16 @@ void bind_streams(nb::module_& m) {
            "too, their memory is not given to others before it is done, and a record that is open has it as "
            "one "
            "operation on this stream, called `name`. Does not wait. Raises InputError for what is no Buffer.")
+      .def(
+          "copy", &copy, nb::arg("source"), nb::arg("target"), nb::arg("nbytes") = nb::none(),
+          "Copy the bytes of a dense Buffer (`nbytes` of them) to the start of another, in stream order. "
+          "Does not wait: memory of "
+          "the "
+          "host has to stay as it is until the copy is done. Buffers that a running call lent are taken "
+          "too.\n\n"
+          "Raises InputError where there is no room, or memory is strided; DeviceError for another device's.")
+      .def_prop_ro("partition", &partition_of,
+                   "The `Partition` that the stream's work stays in; None where it is in none.")
       // For tests of what happens inside a capture that headrace did not begin.
       .def(
           "_begin_capture",
@@ -345,6 +383,15 @@ void bind_streams(nb::module_& m) {
            [](const PyPartition& p) {
              return "<headrace.Partition of " + std::to_string(p.partition->sm_count()) + " SMs on " +
                     p.device->device->name() + ">";
+           })
+      .def("__eq__",
+           [](const PyPartition& a, nb::handle b) {
+             PyPartition* other = nullptr;
+             return nb::try_cast(b, other) && other != nullptr && other->partition == a.partition;
+           })
+      .def("__hash__",
+           [](const PyPartition& p) {
+             return static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.partition.get()));
            })
       .def_prop_ro(
           "sm_count", [](const PyPartition& p) { return p.partition->sm_count(); },

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from . import engine as _engine
+from .delegate import nvinfer
 from .errors import DeviceError
 
 __all__ = ["Cuda", "Diagnosis", "Gpu", "diagnose"]
@@ -41,7 +42,8 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``engine_source`` is ``"bundled"``, or ``"installed"`` where a stock ExecuTorch's files are used."""
+    """``engine_source`` is ``"bundled"``, or ``"installed"`` where a stock ExecuTorch's files are used. ``tensorrt`` are
+    the kinds of TensorRT's run time, those that are not here included."""
 
     headrace: str
     python: str
@@ -55,6 +57,7 @@ class Diagnosis:
     threads: int
     torch_loaded: bool
     cuda: Cuda
+    tensorrt: tuple[nvinfer.Installed, ...]
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
@@ -79,7 +82,7 @@ def _cuda() -> Cuda:
 
 def diagnose() -> Diagnosis:
     """Look at this process: the engine, its delegates and kernels, and the driver where there is one. Needs no
-    device, and makes no context on one."""
+    device, and makes no context on one. Imports TensorRT's modules where they are installed."""
     from . import __version__
 
     found = _engine.engine()
@@ -96,4 +99,5 @@ def diagnose() -> Diagnosis:
         threads=_engine.num_threads(),
         torch_loaded="torch" in sys.modules,
         cuda=_cuda(),
+        tensorrt=nvinfer.installed(),
     )

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from .delegate import provide
 from .device import Device, Partition
 from .device import device as open_device
 from .engine import core
-from .errors import OptionError, ProgramError
+from .errors import DelegateUnavailable, OptionError, ProgramError
 from .graph import Graph
 from .stats import Counts, Stats
 
@@ -360,7 +361,7 @@ def load(
                 f"lane: expected a Partition, as Device.partition() gives it, got {type(lane).__name__}"
             )
         where = lane.device if where is None else where
-    native = core.Program.load(
+    arguments = (
         source,
         files,
         instances,
@@ -370,4 +371,9 @@ def load(
         where,
         lane,
     )
-    return Program(native)
+    try:
+        return Program(core.Program.load(*arguments))
+    except DelegateUnavailable as missing:
+        if missing.delegate in core.delegates() or not provide(missing.delegate):
+            raise
+    return Program(core.Program.load(*arguments))

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 
 import headrace
+from headrace.delegate.tensorrt import TensorRTBackend
+from headrace.pte.tensorrt import write
+from headrace.testing.tensorrt import Tensor, bindings, build, stand_in
 from tests.programs import graph
 
 __all__ = ["NAMES", "WAYS", "WRONG", "Base", "install"]
@@ -124,11 +127,48 @@ class CurrentStream(Base):
         self.put(inputs, outputs, selected)
 
 
+class Engine(Base):
+    """TensorRT's delegate over its stand-in. The engine is made at the first run, which tells the shapes."""
+
+    inner: TensorRTBackend | None = None
+
+    def make(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> TensorRTBackend:
+        def tensors(names: Sequence[str], buffers: Sequence[Any]) -> list[Tensor]:
+            return [Tensor(n, b.dtype, (-1,) * len(b.shape)) for n, b in zip(names, buffers, strict=True)]
+
+        engine = build(
+            inputs=tensors(self.graph["inputs"], inputs),
+            outputs=tensors(self.graph["outputs"], outputs),
+            steps=self.graph["ops"],
+            constants=self.graph["constants"],
+            profiles=[
+                {
+                    name: ([0] * len(b.shape), b.shape, [1 << 20] * len(b.shape))
+                    for name, b in zip(self.graph["inputs"], inputs, strict=True)
+                }
+            ],
+            auxiliary=1,
+        )
+        made = TensorRTBackend()
+        with stand_in():
+            made.load(write(engine, bindings(engine)), self.context)
+        return made
+
+    def enqueue(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
+        if self.inner is None:
+            self.inner = self.make(inputs, outputs)
+        self.inner.run(inputs, outputs, stream)
+
+    def captured(self) -> Any:
+        return self.inner.captured() if self.inner is not None else None
+
+
 WAYS: dict[str, type[Base]] = {
     "one call": OneCall,
     "a call for each step": CallForEachStep,
     "a side stream": SideStream,
     "the thread's selection": CurrentStream,
+    "an engine of TensorRT's stand-in": Engine,
 }
 
 

@@ -43,6 +43,8 @@ __all__ = [
     "PINS",
     "SPLIT",
     "STOCK",
+    "TENSORRT",
+    "TENSORRT_CUDA",
     "Call",
     "Collection",
     "Program",
@@ -290,6 +292,36 @@ SPLIT = Collection(
     package_folders,
     variables=("HEADRACE_ALL_SPLITS",),
     listed=_splits,
+)
+
+_TENSORRT_SOURCES = (
+    *(HERE / f"{name}.py" for name in ("aoti", "export", "export_tensorrt", "exporting")),
+    *sorted((ROOT / "src" / "headrace" / "export").glob("*.py")),
+    ROOT / "src" / "headrace" / "pte" / "tensorrt.py",
+)
+
+
+def _for_tensorrt() -> list[str]:
+    from .export_tensorrt import names
+
+    return names()
+
+
+# Over TensorRT, by its stand-in, and AOTInductor: for this machine, and for a GPU.
+TENSORRT = Collection(
+    "tests.programs.export_tensorrt",
+    _TENSORRT_SOURCES,
+    package_folders,
+    which="host",
+    listed=_for_tensorrt,
+)
+TENSORRT_CUDA = Collection(
+    "tests.programs.export_tensorrt",
+    _TENSORRT_SOURCES,
+    package_folders,
+    which="cuda",
+    pins=CUDA_PINS,
+    listed=_for_tensorrt,
 )
 
 

@@ -58,6 +58,7 @@ def test_doctor_says_what_there_is(run: Any) -> None:
     assert re.search(rf"^headrace +{headrace.__version__}$", out, re.MULTILINE)
     assert re.search(r"^engine +ExecuTorch 1\.5\.1\S*, (bundled|installed) \(/.*\)$", out, re.MULTILINE)
     assert re.search(r"^delegates +.*XnnpackBackend", out, re.MULTILINE)
+    assert re.search(r"^TensorRT +(\w+ [\d.]+|no run time that loads)", out, re.MULTILINE)
 
 
 def test_doctor_as_json(run: Any) -> None:
@@ -68,6 +69,8 @@ def test_doctor_as_json(run: Any) -> None:
     assert found["torch_loaded"] is False
     assert "XnnpackBackend" in found["delegates"]
     assert found["kernels"] > 200 and found["threads"] >= 1
+    assert [kind["kind"] for kind in found["tensorrt"]] == ["tensorrt", "tensorrt_lean", "tensorrt_rtx"]
+    assert all(bool(kind["version"]) != bool(kind["problem"]) for kind in found["tensorrt"])
 
 
 # ----------------------------------------------------------------- inspect

@@ -39,6 +39,9 @@ def print_diagnosis(args: argparse.Namespace) -> int:
         )
     if found.cuda.missing:
         rows["no GPU"] = found.cuda.missing
+    there = [f"{i.module} {i.version}" for i in found.tensorrt if i.version]
+    broken = [i.problem for i in found.tensorrt if i.module and i.problem]
+    rows["TensorRT"] = "; ".join((", ".join(there) or "no run time that loads", *broken))
     for key, value in rows.items():
         print(f"{key:10} {value}")
     return OK

@@ -45,6 +45,19 @@ class Context:
     named_data: Callable[[str], bytes]
 
 
+def provide(name: str | None) -> bool:
+    """Make a delegate of ours known that is in Python and was not needed so far; whether there is such a one.
+
+    It is defined when a program asks, so that a process which has another under its name keeps that, and pays for
+    nothing."""
+    if name != "TensorRTBackend":
+        return False
+    from .tensorrt import TensorRTBackend
+
+    core.define_delegate(name, TensorRTBackend, TensorRTBackend.payload_is_code)
+    return True
+
+
 class Delegate:
     """Base of delegates written in Python. Defining a subclass with ``name=`` makes it known under that name, for
     programs loaded from then on; defining the name again replaces the class.
@@ -71,7 +84,8 @@ class Delegate:
     def load(self, payload: bytes, context: Context) -> None:
         """Prepare one island. ``payload`` is what the exporter's side of the delegate wrote.
 
-        Raise to refuse it: the program's load fails with a DelegateError that carries the exception.
+        Raise to refuse it: the program's load fails with a DelegateError that carries the exception. A ProgramError,
+        OptionError, InputError, DelegateUnavailable or OutOfDeviceMemory keeps its class and its words.
         """
 
     def run(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
@@ -100,6 +114,15 @@ class Delegate:
         need not be named.
         """
         return ()
+
+    def captured(self) -> Any:
+        """What the graph that was captured just now uses of this delegate's and what further runs might change: the
+        graph keeps it until it is gone and its last launch is done. None, as here, where there is nothing of the kind.
+
+        Called after each capture that succeeded. Work that runs in the graph must find it as it was: keep using other
+        objects after it.
+        """
+        return None
 
     @staticmethod
     def stage() -> str:
