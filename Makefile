@@ -68,7 +68,7 @@ wheel: .venv-dev/ready .venv-export/ready ## build the wheel into dist; audit it
 fuzz: .venv-dev/ready .venv-export/ready ## thousands of damaged programs and data files; minutes
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.run --count 6000
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.run --count 1000 --only data_file
-	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.cuda --count 20000
+	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -m tests.fuzz.aoti --count 20000
 	HEADRACE_FUZZ=20000 $(DEV) -m pytest -q tests/tensorrt/test_payloads.py -k damaged
 
 fuzz-native: ## the same cases through the C++ interface, in the build of test-sanitize; minutes

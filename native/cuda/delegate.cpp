@@ -170,7 +170,7 @@ class CudaBackend final : public et::BackendInterface {
         host = std::move(*read);
       }
     }
-    auto payload = read_cuda_payload({static_cast<const char*>(bytes.data()), bytes.size()}, loaded.method);
+    auto payload = read_aoti_payload({static_cast<const char*>(bytes.data()), bytes.size()}, loaded.method);
     if (!payload.ok()) return payload.status();
     bool for_host = host.has_value() || target == "cpu";
     if (Status status = check_place(plan, for_host); !status.ok()) return status;

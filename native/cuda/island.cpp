@@ -44,7 +44,7 @@ Status Island::failed(const char* what) const {
   return status;
 }
 
-Result<std::shared_ptr<Island>> Island::load(const CudaPayload& payload, std::optional<HostSpec> spec,
+Result<std::shared_ptr<Island>> Island::load(const AotiPayload& payload, std::optional<HostSpec> spec,
                                              const IslandSources& sources, const LibraryPlace& place) {
   static std::once_flag once;
   std::call_once(once, [] { shims::set_on_check_failed(&Inside::on_check_failed); });
@@ -79,7 +79,7 @@ Result<std::shared_ptr<Island>> Island::load(const CudaPayload& payload, std::op
   return self;
 }
 
-Status Island::open(const CudaPayload& payload, const IslandSources& sources) {
+Status Island::open(const AotiPayload& payload, const IslandSources& sources) {
   shims::Gpu gpu;
   std::optional<Current> current;
   if (device_ != nullptr) {
@@ -164,14 +164,14 @@ Status Island::check_architecture() const {
   return {};
 }
 
-Status Island::bind(const CudaPayload& payload, const IslandSources& sources) {
+Status Island::bind(const AotiPayload& payload, const IslandSources& sources) {
   const LibraryCalls& calls = library_->calls();
-  std::map<std::string, const CudaConstant*> by_fqn;
-  for (const CudaConstant& c : payload.constants) by_fqn.emplace(c.fqn, &c);
+  std::map<std::string, const AotiConstant*> by_fqn;
+  for (const AotiConstant& c : payload.constants) by_fqn.emplace(c.fqn, &c);
   size_t count = 0;
   if (calls.num_constants(container_, &count) != 0) return failed("it was asked for its constants");
   std::vector<LibraryCalls::Constant> pairs;
-  std::set<const CudaConstant*> seen;
+  std::set<const AotiConstant*> seen;
   for (size_t i = 0; i < count; ++i) {
     const char* name = nullptr;
     const char* fqn = nullptr;
@@ -194,7 +194,7 @@ Status Island::bind(const CudaPayload& payload, const IslandSources& sources) {
                                              std::to_string(payload.constants.size()) +
                                              " others; the file is damaged, export it again");
     }
-    const CudaConstant& c = *found->second;
+    const AotiConstant& c = *found->second;
     if (device_ == nullptr && c.device != 0) {
       return Status(ErrorCode::kProgram,
                     which + ": expected host memory (device 0) in a library for the host, got " + "device " +
@@ -253,7 +253,7 @@ Status Island::bind(const CudaPayload& payload, const IslandSources& sources) {
   return {};
 }
 
-Status Island::bind_blob(const CudaPayload& payload, const IslandSources& sources) {
+Status Island::bind_blob(const AotiPayload& payload, const IslandSources& sources) {
   const LibraryCalls& calls = library_->calls();
   size_t count = 0;
   uint64_t wanted = 0;

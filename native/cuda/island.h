@@ -16,7 +16,7 @@
 #include "cuda/temporaries.h"
 #include "headrace/device.h"
 #include "headrace/tensor.h"
-#include "program/cuda_payload.h"
+#include "program/aoti_payload.h"
 
 namespace headrace {
 
@@ -51,7 +51,7 @@ class Island {
   // Loads the library, makes a container, binds the constants and folds those that are computed from others:
   // runs the library's code. On a GPU it waits for what that enqueued. kProgram, kDelegateUnavailable,
   // kDelegate, kDevice, kOutOfDeviceMemory.
-  static Result<std::shared_ptr<Island>> load(const CudaPayload& payload, std::optional<HostSpec> spec,
+  static Result<std::shared_ptr<Island>> load(const AotiPayload& payload, std::optional<HostSpec> spec,
                                               const IslandSources& sources, const LibraryPlace& place);
   // No work of it may be under way.
   ~Island();
@@ -100,9 +100,9 @@ class Island {
 
  private:
   Island() = default;
-  Status open(const CudaPayload& payload, const IslandSources& sources);
-  Status bind(const CudaPayload& payload, const IslandSources& sources);
-  Status bind_blob(const CudaPayload& payload, const IslandSources& sources);
+  Status open(const AotiPayload& payload, const IslandSources& sources);
+  Status bind(const AotiPayload& payload, const IslandSources& sources);
+  Status bind_blob(const AotiPayload& payload, const IslandSources& sources);
   Status check_architecture() const;
   Status failed(const char* what) const;
   CudaDevice& gpu() const;

@@ -6,7 +6,7 @@
 #include <optional>
 #include <unordered_map>
 
-#include "program/cuda_payload.h"
+#include "program/aoti_payload.h"
 #include "program/engine.h"
 #include "program/exit.h"
 #include "program/log.h"
@@ -106,7 +106,7 @@ Status check_payloads(const ProgramCore& core) {
       const DelegatePlan& delegate = method.delegates[i];
       std::string wrong;
       if (delegate.id == kXnnpack) wrong = check_xnnpack(method, i, find);
-      if (delegate.id == kCudaBackend) wrong = check_cuda_payload(delegate.payload, method.name, find);
+      if (delegate.id == kCudaBackend) wrong = check_aoti_payload(delegate.payload, method.name, find);
       if (!wrong.empty()) {
         // Where data is missing, or the version is another, the text says already what to do.
         if (wrong.find("pass the .ptd files") == std::string::npos &&

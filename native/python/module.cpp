@@ -135,7 +135,7 @@ NB_MODULE(_core, m) {
   bind_buffer(m);
   bind_delegates(m);
   bind_record(m);
-  bind_cuda(m);
+  bind_aoti(m);
   bind_graphs(m);
 
   nb::class_<Method>(m, "Method")

@@ -94,7 +94,7 @@ void bind_streams(nb::module_& m);
 void bind_buffer(nb::module_& m);
 void bind_delegates(nb::module_& m);
 void bind_record(nb::module_& m);
-void bind_cuda(nb::module_& m);
+void bind_aoti(nb::module_& m);
 void bind_graphs(nb::module_& m);
 
 }  // namespace headrace

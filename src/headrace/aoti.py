@@ -96,7 +96,7 @@ def library(source: Source, key: str) -> bytes | None:
 
 def _island(source: Source, file: pte.ProgramFile, method: str, island: pte.Island) -> Island:
     with opened(source) as stream:
-        payload = core.read_cuda_payload(stream.read(island.payload_offset, island.payload_nbytes), method)
+        payload = core.read_aoti_payload(stream.read(island.payload_offset, island.payload_nbytes), method)
     image = library(source, payload["library_key"])
     facts = core.library_facts(image) if image is not None else None
     host = island.spec("headrace_host")

@@ -313,7 +313,7 @@ def read(payload: bytes) -> str:
     from headrace.engine import core
 
     try:
-        core.read_cuda_payload(payload, "forward")
+        core.read_aoti_payload(payload, "forward")
     except headrace.ProgramError as error:
         return str(error)
     return ""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 CORE = ("tests/contract/test_first_slice.py", "tests/contract/test_order.py", "tests/contract/test_faults.py",
         "tests/contract/test_memory.py", "tests/contract/test_delegates.py", "tests/contract/test_lifetime.py",
-        "tests/contract/test_returns.py", "tests/contract/test_selection.py", "tests/contract/test_cuda_delegate.py")  # fmt: skip
+        "tests/contract/test_returns.py", "tests/contract/test_selection.py", "tests/contract/test_aoti_delegate.py")  # fmt: skip
 
 
 def environment(site: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@
 
 #include "cuda/host_spec.h"
 #include "cuda/image.h"
-#include "program/cuda_payload.h"
+#include "program/aoti_payload.h"
 
 using Bytes = std::vector<uint8_t>;
 using Random = std::mt19937_64;
@@ -123,7 +123,7 @@ int main(int, char** argv) {
           wrong(k, again->shims.empty() ? "a unique symbol is left" : "left: " + again->shims[0]);
       }
     } else if (kind == "payload") {
-      auto payload = headrace::read_cuda_payload(text, "forward");
+      auto payload = headrace::read_aoti_payload(text, "forward");
       ok = payload.ok();
       for (size_t i = 0; ok && i < payload->constants.size(); ++i) {
         const auto& c = payload->constants[i];

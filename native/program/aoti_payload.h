@@ -18,7 +18,7 @@ namespace headrace {
 
 constexpr std::string_view kCudaBackend = "CudaBackend";
 
-struct CudaConstant {
+struct AotiConstant {
   std::string fqn;  // the model's name for it; one constant may have several names inside the library
   std::string key;  // of its bytes in the named data
   uint64_t nbytes = 0;
@@ -28,18 +28,18 @@ struct CudaConstant {
   std::vector<int64_t> sizes, strides;  // strides in elements
 };
 
-struct CudaPayload {
+struct AotiPayload {
   std::string library_key;  // of the library in the named data: "…_so_blob"
   bool hashed = true;       // the key begins with the library's SHA-256
-  std::vector<CudaConstant> constants;
+  std::vector<AotiConstant> constants;
   std::string blob_key;  // of all constants in one piece, as the library orders them; empty: they are above
 };
 
 // Reads a payload of `method`, any bytes. Afterwards every constant lies inside its `nbytes`. kProgram.
-HEADRACE_API Result<CudaPayload> read_cuda_payload(std::string_view payload, std::string_view method);
+HEADRACE_API Result<AotiPayload> read_aoti_payload(std::string_view payload, std::string_view method);
 
 // Reads it and compares it with the data that there is. Empty when all is well, else what was expected and
 // what came.
-std::string check_cuda_payload(std::string_view payload, std::string_view method, const FindBytes& find);
+std::string check_aoti_payload(std::string_view payload, std::string_view method, const FindBytes& find);
 
 }  // namespace headrace

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.fuzz.cuda --count 200000 [--seed 1]
+    python -m tests.fuzz.aoti --count 200000 [--seed 1]
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SANITIZE = (
 )
 SOURCES = (
     *("cuda/gpu_code", "cuda/image", "cuda/host_spec"),
-    *("program/cuda_payload", "program/tensor", "program/text"),
+    *("program/aoti_payload", "program/tensor", "program/text"),
 )
 
 
 def build(folder: Path) -> Path:
     """The program that damages and reads."""
-    target = folder / "cuda"
+    target = folder / "aoti"
     compiler.build(
         *(
             "-std=c++20",

@@ -3,7 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "cuda/library.h"
-#include "program/cuda_payload.h"
+#include "program/aoti_payload.h"
 #include "python/objects.h"
 
 namespace headrace {
@@ -42,11 +42,11 @@ nb::dict library_facts(nb::bytes image) {
   return out;
 }
 
-nb::dict cuda_payload(nb::bytes bytes, const std::string& method) {
-  auto payload = read_cuda_payload({bytes.c_str(), bytes.size()}, method);
+nb::dict aoti_payload(nb::bytes bytes, const std::string& method) {
+  auto payload = read_aoti_payload({bytes.c_str(), bytes.size()}, method);
   check(payload.status());
   nb::list constants;
-  for (const CudaConstant& c : payload->constants) {
+  for (const AotiConstant& c : payload->constants) {
     nb::dict one;
     one["fqn"] = text_of(c.fqn);
     one["key"] = text_of(c.key);
@@ -65,9 +65,9 @@ nb::dict cuda_payload(nb::bytes bytes, const std::string& method) {
 
 }  // namespace
 
-void bind_cuda(nb::module_& m) {
+void bind_aoti(nb::module_& m) {
   m.def("library_facts", &library_facts, nb::arg("image"));
-  m.def("read_cuda_payload", &cuda_payload, nb::arg("payload"), nb::arg("method"));
+  m.def("read_aoti_payload", &aoti_payload, nb::arg("payload"), nb::arg("method"));
 }
 
 }  // namespace headrace

@@ -1,4 +1,4 @@
-#include "program/cuda_payload.h"
+#include "program/aoti_payload.h"
 
 #include <algorithm>
 #include <cstring>
@@ -43,7 +43,7 @@ class Cursor {
 };
 
 // Whether the constant's last element lies inside its bytes.
-bool lies_inside(const CudaConstant& c) {
+bool lies_inside(const AotiConstant& c) {
   bool empty = false;
   for (size_t d = 0; d < c.sizes.size(); ++d) {
     if (c.sizes[d] < 0 || c.strides[d] < 0) return false;
@@ -63,7 +63,7 @@ bool lies_inside(const CudaConstant& c) {
 }
 
 // Whether the product of the sizes can be counted in bytes.
-bool countable(const CudaConstant& c) {
+bool countable(const AotiConstant& c) {
   int64_t nbytes = static_cast<int64_t>(itemsize(c.dtype));
   for (int64_t size : c.sizes) {
     if (size != 0 && __builtin_mul_overflow(nbytes, size, &nbytes)) return false;
@@ -88,8 +88,8 @@ bool is_hash(std::string_view text) {
 }
 
 // The two forms without a magic.
-Result<CudaPayload> read_keys(std::string_view bytes, std::string_view method) {
-  CudaPayload payload;
+Result<AotiPayload> read_keys(std::string_view bytes, std::string_view method) {
+  AotiPayload payload;
   if (bytes.empty()) {
     payload.library_key = std::string(method) + std::string(kLibraryEnd);
     payload.blob_key = std::string(method) + std::string(kBlobEnd);
@@ -110,7 +110,7 @@ Result<CudaPayload> read_keys(std::string_view bytes, std::string_view method) {
 
 }  // namespace
 
-Result<CudaPayload> read_cuda_payload(std::string_view bytes, std::string_view method) {
+Result<AotiPayload> read_aoti_payload(std::string_view bytes, std::string_view method) {
   if (!bytes.starts_with(kMagic)) {
     if (bytes.starts_with(kFamily)) {
       return wrong("one in the format " + quoted(bytes.substr(0, kMagic.size())) +
@@ -119,13 +119,13 @@ Result<CudaPayload> read_cuda_payload(std::string_view bytes, std::string_view m
     return read_keys(bytes, method);
   }
   Cursor cursor(bytes.substr(kMagic.size()));
-  CudaPayload payload;
+  AotiPayload payload;
   uint32_t count = 0;
   if (!cursor.get(payload.library_key) || !cursor.get(count)) return wrong("one that is cut off in its head");
   // An entry has 36 bytes at least.
   if (count > cursor.left() / 36) return wrong(std::to_string(count) + " constants in too few bytes");
   for (uint32_t i = 0; i < count; ++i) {
-    CudaConstant c;
+    AotiConstant c;
     int32_t dtype = 0;
     uint32_t ndim = 0;
     if (!cursor.get(c.fqn) || !cursor.get(c.key) || !cursor.get(c.nbytes) || !cursor.get(dtype) ||
@@ -149,8 +149,8 @@ Result<CudaPayload> read_cuda_payload(std::string_view bytes, std::string_view m
   return payload;
 }
 
-std::string check_cuda_payload(std::string_view bytes, std::string_view method, const FindBytes& find) {
-  auto payload = read_cuda_payload(bytes, method);
+std::string check_aoti_payload(std::string_view bytes, std::string_view method, const FindBytes& find) {
+  auto payload = read_aoti_payload(bytes, method);
   if (!payload.ok()) return payload.status().message();
   std::string missing;
   auto want = [&](const std::string& key) {
@@ -160,7 +160,7 @@ std::string check_cuda_payload(std::string_view bytes, std::string_view method, 
   };
   (void)want(payload->library_key);
   // Whether constants in one piece are wanted at all, the library alone knows.
-  for (const CudaConstant& c : payload->constants) {
+  for (const AotiConstant& c : payload->constants) {
     auto found = want(c.key);
     if (found && found->size() != c.nbytes) {
       return "expected " + std::to_string(c.nbytes) + " bytes under the key " + quoted(c.key) + ", got " +
