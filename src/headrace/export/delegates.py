@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 from ..errors import ExportError, OptionError
 from .target import Target
 
-__all__ = ["Aoti", "Claims", "ExportDelegate", "Node", "Plan", "Python", "Xnnpack"]
+__all__ = ["Aoti", "Claims", "ExportDelegate", "Node", "Plan", "Profile", "Python", "TensorRT", "Xnnpack"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +20,15 @@ class Plan:
 
     ``method`` is its name. ``device`` is where the arguments of islands that run on a device are planned
     ("cuda:0"), None for host memory. ``data_file`` names the data file, without ``.ptd``, that constants go into;
-    None means into the program.
+    None means into the program. ``stand_in``: the program is for a verification where no GPU is, so a delegate that
+    needs one writes what it would have compiled, for the verifying process to compute.
     """
 
     method: str
     target: Target
     device: str | None
     data_file: str | None
+    stand_in: bool = False
 
 
 class ExportDelegate(Protocol):
@@ -213,3 +216,138 @@ class Python(Claims):
         from .python import PythonLowering
 
         return PythonLowering(self, plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Sizes that an engine is built for: from ``min`` to ``max``, and fastest at ``opt``.
+
+    Each maps inputs of the method, by name, to a whole shape. All three name the same inputs; what is left out has the
+    bounds of the method's dynamic shapes, and the example's sizes in between.
+    """
+
+    min: Mapping[str, Sequence[int]] = field(hash=False)
+    opt: Mapping[str, Sequence[int]] = field(hash=False)
+    max: Mapping[str, Sequence[int]] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        for which in ("min", "opt", "max"):
+            value = getattr(self, which)
+            if not isinstance(value, Mapping):
+                raise OptionError(f"Profile, {which}: expected a mapping of input names to shapes, got {value!r}")
+            for name, shape in value.items():
+                if isinstance(shape, str) or not (
+                    isinstance(shape, Sequence) and all(type(size) is int and size >= 0 for size in shape)
+                ):
+                    raise OptionError(
+                        f"Profile, {which}, {name!r}: expected a shape, integers of 0 or more, got {shape!r}"
+                    )
+            object.__setattr__(self, which, {name: tuple(shape) for name, shape in value.items()})
+        for which in ("opt", "max"):
+            if set(getattr(self, which)) != set(self.min):
+                raise OptionError(
+                    f"Profile, {which}: expected the inputs of min, {sorted(self.min)}, got "
+                    f"{sorted(getattr(self, which))}; give all three for each input"
+                )
+        for name, low in self.min.items():
+            opt, high = self.opt[name], self.max[name]
+            if not len(low) == len(opt) == len(high):
+                raise OptionError(
+                    f"Profile, {name!r}: expected shapes of one rank, got min {low}, opt {opt}, max {high}"
+                )
+            for dim, sizes in enumerate(zip(low, opt, high, strict=True)):
+                if not sizes[0] <= sizes[1] <= sizes[2]:
+                    raise OptionError(
+                        f"Profile, {name!r}, dimension {dim}: expected min <= opt <= max, got {sizes[0]}, {sizes[1]}, "
+                        f"{sizes[2]}"
+                    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRT(Claims):
+    """TensorRT: an engine for each island, which PyTorch's ONNX exporter and TensorRT's own ONNX parser make. It claims
+    what both of them take, and needs ``onnx``, ``onnxscript`` and a builder.
+
+    builder                 "tensorrt", which needs the GPU that it builds for; "tensorrt_rtx", which needs none. None:
+                            the first where it is installed
+    compute_capabilities    such as "8.6"; of TensorRT-RTX. None: those of ``target``, and all that it has where ``target``
+                            is no GPU
+    hardware_compatibility  of TensorRT: "none", "ampere_plus", "same_compute_capability"
+    version_compatible      of TensorRT: the engine also loads in later versions, and in the lean runtime
+    precision               "float16" or "bfloat16": what the model has in float32 is computed in that. None: as it is.
+                            An island's inputs and results stay what they are
+    tf32                    whether float32 products may be rounded to TF32
+    profiles                sizes that engines are built for (``Profile``), where sizes vary. Empty: one, from the bounds
+                            of the dynamic shapes
+    optimization_level      how long the builder looks for fast code, 0 to 5. None: its own choice
+    workspace_nbytes        the most that a layer may use of scratch memory on the device. None: no limit
+    weight_streaming        weights may stay on the host and be streamed; how many is said when the program is loaded
+
+    Quantized operators are taken as the model has them (int8, symmetric); nothing is quantized here.
+    """
+
+    builder: str | None = None
+    compute_capabilities: Sequence[str] | None = None
+    hardware_compatibility: str = "none"
+    version_compatible: bool = False
+    precision: str | None = None
+    tf32: bool = False
+    profiles: Sequence[Profile] = ()
+    optimization_level: int | None = None
+    workspace_nbytes: int | None = None
+    weight_streaming: bool = False
+
+    name = "TensorRT"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option, known in (
+            ("builder", (None, "tensorrt", "tensorrt_rtx")),
+            ("hardware_compatibility", ("none", "ampere_plus", "same_compute_capability")),
+            ("precision", (None, "float16", "bfloat16")),
+            ("optimization_level", (None, 0, 1, 2, 3, 4, 5)),
+        ):
+            value = getattr(self, option)
+            if isinstance(value, bool) or value not in known:
+                raise OptionError(
+                    f"TensorRT, {option}: expected one of {', '.join(map(repr, known))}, got {value!r}"
+                )
+        for option in ("version_compatible", "tf32", "weight_streaming"):
+            if not isinstance(getattr(self, option), bool):
+                raise OptionError(f"TensorRT, {option}: expected True or False, got {getattr(self, option)!r}")
+        limit = self.workspace_nbytes
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+            raise OptionError(f"TensorRT, workspace_nbytes: expected bytes, 0 or more, got {limit!r}")
+        asked = self.compute_capabilities
+        if asked is not None:
+            if isinstance(asked, str) or not all(
+                isinstance(one, str) and re.fullmatch(r"\d+\.\d", one) for one in asked
+            ):
+                raise OptionError(
+                    f'TensorRT, compute_capabilities: expected a list such as ["8.6", "8.9"], got {asked!r}'
+                )
+            if not asked or len(set(asked)) < len(asked):
+                raise OptionError(
+                    f"TensorRT, compute_capabilities: expected at least one, each once, got {list(asked)}"
+                )
+            object.__setattr__(self, "compute_capabilities", tuple(asked))
+        if isinstance(self.profiles, Profile) or not all(isinstance(p, Profile) for p in self.profiles):
+            raise OptionError(f"TensorRT, profiles: expected a list of Profile(…), got {self.profiles!r}")
+        object.__setattr__(self, "profiles", tuple(self.profiles))
+        if self.builder == "tensorrt" and asked is not None:
+            raise OptionError(
+                "TensorRT, compute_capabilities: expected none with builder='tensorrt', which builds for the GPU that is "
+                f"there, got {list(asked)}; see hardware_compatibility, or builder='tensorrt_rtx'"
+            )
+        if self.builder == "tensorrt_rtx":
+            for option, plain in (("hardware_compatibility", "none"), ("version_compatible", False)):
+                if getattr(self, option) != plain:
+                    raise OptionError(
+                        f"TensorRT, {option}: expected {plain!r} with builder='tensorrt_rtx', got "
+                        f"{getattr(self, option)!r}; name compute_capabilities"
+                    )
+
+    def lowering(self, plan: Plan) -> Any:
+        from .tensorrt import TensorRTLowering
+
+        return TensorRTLowering(self, plan)

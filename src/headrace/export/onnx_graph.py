@@ -1,0 +1,337 @@
+"""Islands as ONNX graphs, by PyTorch's own exporter. Imports torch, and onnx once it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from executorch.exir.dialects.edge._ops import EdgeOpOverload
+from torch.export import ExportedProgram
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+from torch.utils import _pytree as pytree
+
+from ..errors import ExportError
+from .content import _bytes, _graph
+from .partition import constants_of
+
+__all__ = ["Untranslated", "alone", "key", "origins", "to_onnx"]
+
+# What protobuf's own format can hold.
+MOST_NBYTES = (1 << 31) - 1
+# In the place of a node's stack trace, which goes through every step into the ONNX node that comes of it.
+ORIGIN = "headrace node "
+# Of constants this small the values are part of what a parser may look at.
+SMALL = 64
+REDUCED = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Untranslated(Exception):
+    """PyTorch's exporter has no ONNX for a graph."""
+
+
+# -------------------- programs of PyTorch's operators
+
+
+def alone(node: torch.fx.Node, program: ExportedProgram) -> ExportedProgram:
+    """``node`` as a program of its own, with its constants, and with the sizes that are computed for it; names are
+    canonical. Raises Untranslated where it takes something that is no tensor and no such size."""
+    constants = constants_of(program)
+    tensors: dict[torch.fx.Node, None] = {}
+
+    def visit(taken: torch.fx.Node) -> None:
+        value = taken.meta.get("val")
+        if taken.op == "get_attr":
+            raise Untranslated("control flow")
+        if isinstance(value, torch.Tensor):
+            tensors.setdefault(taken)
+        elif taken.op == "call_function" and not isinstance(value, (tuple, list)):
+            for each in taken.all_input_nodes:
+                visit(each)
+        else:
+            raise Untranslated(f"it takes {taken.name}, which is no tensor")
+
+    for taken in node.all_input_nodes:
+        visit(taken)
+    graph = torch.fx.Graph()
+    copied: dict[torch.fx.Node, torch.fx.Node] = {}
+    specs, values = [], {}
+    stores = {**program.state_dict, **program.constants}
+    fqns = _fqns(program)
+    for constant in (True, False):
+        for taken in tensors:
+            if (taken.op == "placeholder" and taken.name in constants) is not constant:
+                continue
+            new = copied[taken] = graph.placeholder(f"{'c' if constant else 'x'}{len(copied)}")
+            new.meta["val"] = taken.meta["val"]
+            kind = InputKind.BUFFER if constant else InputKind.USER_INPUT
+            target = new.name if constant else None
+            specs.append(
+                InputSpec(kind, TensorArgument(new.name), target, persistent=True if constant else None)
+            )
+            if constant:
+                values[new.name] = stores[fqns[taken.name]].detach()
+
+    def copy(taken: torch.fx.Node) -> torch.fx.Node:
+        if taken not in copied:
+            copied[taken] = graph.create_node(
+                taken.op,
+                taken.target,
+                torch.fx.map_arg(taken.args, copy),
+                torch.fx.map_arg(taken.kwargs, copy),
+            )
+            copied[taken].meta["val"] = taken.meta.get("val")
+        return copied[taken]
+
+    whole = copy(node)
+    results = [whole]
+    if isinstance(node.meta.get("val"), (tuple, list)):
+        results = [copy(user) for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
+    graph.output(tuple(results))
+    signature = ExportGraphSignature(
+        specs, [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(r.name), None) for r in results]
+    )
+    return _program(graph, signature, values, {}, program.range_constraints)
+
+
+def _fqns(program: ExportedProgram) -> dict[str, str]:
+    signature = program.graph_signature
+    return {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+
+
+def _program(
+    graph: torch.fx.Graph,
+    signature: ExportGraphSignature,
+    state: dict[str, Any],
+    constants: dict[str, Any],
+    constraints: dict[Any, Any],
+) -> ExportedProgram:
+    spec_in = pytree.tree_flatten((tuple(signature.user_inputs), {}))[1]
+    spec_out = pytree.tree_flatten(signature.user_outputs)[1]
+    call = ModuleCallSignature(inputs=[], outputs=[], in_spec=spec_in, out_spec=spec_out)
+    return ExportedProgram(
+        root=torch.fx.GraphModule({}, graph),
+        graph=graph,
+        graph_signature=signature,
+        state_dict=state,
+        range_constraints=constraints,
+        module_call_graph=[ModuleCallEntry("", call)],
+        constants=constants,
+    )
+
+
+def key(program: ExportedProgram) -> str:
+    """What decides whether a program of ``alone`` can be translated: operators, dtypes, sizes, small constants."""
+    digest = hashlib.sha256("\n".join(_graph(program.graph_module)).encode())
+    for tensor in program.state_dict.values():
+        digest.update(_bytes(tensor.contiguous()) if tensor.numel() <= SMALL else b"large")
+    return digest.hexdigest()
+
+
+def _plain(program: ExportedProgram, precision: str | None) -> ExportedProgram:
+    """``program`` with PyTorch's operators in place of the edge dialect's, computed in ``precision`` where it is
+    float32. Each node says in its stack trace where it comes from. The given one is not changed."""
+    graph = torch.fx.Graph()
+    copied: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        new = copied[node] = graph.node_copy(node, lambda n: copied[n])
+        new.name  # noqa: B018  names stay, for the signature
+        if node.op != "call_function":
+            continue
+        new.target, new.kwargs = _operator(node, dict(new.kwargs))
+        new.meta = {k: v for k, v in node.meta.items() if k in ("val", "tensor_meta", "nn_module_stack")}
+        new.meta["stack_trace"] = f'File "{ORIGIN}{node.name}", line 1, in forward\n    {node.name}'
+    graph.output(torch.fx.map_arg(program.graph.output_node().args[0], lambda n: copied[n]))
+    state, constants = dict(program.state_dict), dict(program.constants)
+    if precision is not None:
+        _reduce(graph, program.graph_signature, [state, constants], REDUCED[precision])
+    return _program(graph, program.graph_signature, state, constants, program.range_constraints)
+
+
+def _operator(node: torch.fx.Node, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """PyTorch's operator for one of the exporter's: a view for its copy, no order of dimensions, in which ONNX has
+    no say."""
+    target: Any = node.target
+    if isinstance(target, EdgeOpOverload):
+        target = target._op
+    if not isinstance(target, torch._ops.OpOverload):
+        return target, kwargs
+    namespace, name = target._schema.name.split("::")
+    if namespace == "dim_order_ops":
+        kwargs.pop("dim_order", None)
+        name = name.removeprefix("_").replace("_dim_order", "").replace("to_copy", "_to_copy")
+    elif namespace == "aten" and name.endswith("_copy") and name != "_to_copy":
+        name = name.removesuffix("_copy")
+    else:
+        return target, kwargs
+    packet = getattr(torch.ops.aten, name, None)
+    return getattr(packet, target._overloadname, None) or target, kwargs
+
+
+def _reduce(
+    graph: torch.fx.Graph, signature: ExportGraphSignature, stores: Sequence[dict[str, Any]], dtype: torch.dtype
+) -> None:
+    """Compute in ``dtype`` what is float32: constants become it, inputs are cast to it, results back."""
+    fqns = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    cast = torch.ops.aten._to_copy.default
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        is_float32 = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        if node.op == "placeholder" and is_float32:
+            if node.name in fqns:
+                node.meta["val"] = value.to(dtype)
+                for store in stores:
+                    if fqns[node.name] in store:
+                        store[fqns[node.name]] = store[fqns[node.name]].detach().to(dtype)
+                continue
+            with graph.inserting_before(first):
+                lower = graph.call_function(cast, (node,), {"dtype": dtype})
+            node.replace_all_uses_with(lower, delete_user_cb=lambda user, made=lower: user is not made)
+        elif node.op == "call_function":
+            node.args, node.kwargs = (
+                pytree.tree_map(lambda v: dtype if v is torch.float32 else v, part)
+                for part in (node.args, node.kwargs)
+            )
+    output = graph.output_node()
+    results = []
+    with graph.inserting_before(output):
+        for node, spec in zip(output.args[0], signature.output_specs, strict=True):
+            value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+            wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+            # A cast of an input, whose value is not known yet.
+            wide |= isinstance(node, torch.fx.Node) and node.kwargs.get("dtype") == dtype and value is None
+            made = graph.call_function(cast, (node,), {"dtype": torch.float32}) if wide else node
+            spec.arg = type(spec.arg)(made.name) if wide else spec.arg
+            results.append(made)
+    output.args = (tuple(results),)
+
+
+# -------------------- ONNX
+
+
+def to_onnx(program: ExportedProgram, precision: str | None = None) -> Any:
+    """``program`` as an ``onnx.ModelProto``: inputs by their names in order, results as ``output_0``, ``output_1``, …;
+    weights inside. Raises Untranslated, in the exporter's words; ExportError where onnx is not installed."""
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ExportError(
+            f"TensorRT: expected onnx and onnxscript, by which PyTorch's ONNX exporter works, got no module "
+            f"{error.name!r}; pip install onnx onnxscript (docs/export.md)"
+        ) from error
+    plain = _plain(program, precision)
+    try:
+        with _quietly(), torch.no_grad():
+            made = torch.onnx.export(plain, dynamo=True, verbose=False, external_data=False)
+            model = made.model_proto
+    except Exception as error:
+        raise Untranslated(_words(error)) from error
+    nbytes = sum(
+        t.untyped_storage().nbytes() for t in {**plain.state_dict, **plain.constants}.values()
+        if isinstance(t, torch.Tensor)
+    )  # fmt: skip
+    if nbytes > MOST_NBYTES:
+        raise Untranslated(f"{nbytes} bytes of weights in one graph, of which ONNX's format holds {MOST_NBYTES}")
+    _rename(model, len(program.graph_signature.user_outputs))
+    return model
+
+
+def _words(error: BaseException) -> str:
+    """What the first error in the chain says, on one line."""
+    while (deeper := error.__cause__) is not None:
+        error = deeper
+    text = re.sub(r"\x1b\[\d*m", "", str(error)).strip() or type(error).__name__
+    return re.sub(r"\s+", " ", text.split("\n\n")[0])[:300]
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the exporter's warnings, and with its list of operators kept: reading it takes most of an export's time."""
+    from torch.onnx._internal.exporter import _registration
+
+    logger, registry = logging.getLogger("torch.onnx"), _registration.ONNXRegistry
+    level, read = logger.level, registry.__dict__["from_torchlib"]
+
+    def from_torchlib(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = repr((args, sorted(kwargs.items())))
+        if asked not in _registries:
+            _registries[asked] = read.__func__(cls, *args, **kwargs)
+        return _registries[asked]
+
+    registry.from_torchlib = classmethod(from_torchlib)
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        registry.from_torchlib = read
+        logger.setLevel(level)
+
+
+_registries: dict[str, Any] = {}
+
+
+def _rename(model: Any, count: int) -> None:
+    """Give each result a value and a name of its own, and leave out what only says where nodes come from."""
+    from onnx import helper
+
+    graph = model.graph
+    taken = {v.name for v in (*graph.input, *graph.initializer)} | {o for n in graph.node for o in n.output}
+    clash = {name: f"{name}_of_island" for name in taken if re.fullmatch(r"outputs?[_.]?\d+", name)}
+    for node in graph.node:
+        node.input[:] = [clash.get(name, name) for name in node.input]
+        node.output[:] = [clash.get(name, name) for name in node.output]
+    for value in (*graph.input, *graph.initializer, *graph.value_info):
+        value.name = clash.get(value.name, value.name)
+    assert len(graph.output) == count
+    for i, result in enumerate(graph.output):
+        source = clash.get(result.name, result.name)
+        graph.node.append(helper.make_node("Identity", [source], [f"output_{i}"], name=f"result_{i}"))
+        result.name = f"output_{i}"
+
+
+def origins(model: Any) -> dict[str, str]:
+    """For each ONNX node, by name, the node of the island that it comes from. What says so is taken out of the graph,
+    and so is all else that only describes."""
+    found = {}
+    for node in model.graph.node:
+        for entry in node.metadata_props:
+            match = re.search(rf'"{re.escape(ORIGIN)}([^"]+)"', entry.value)
+            if entry.key.endswith("stack_trace") and match:
+                found[node.name] = match[1]
+        node.ClearField("metadata_props")
+        node.ClearField("doc_string")
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info, *model.graph.initializer):
+        value.ClearField("metadata_props")
+        value.ClearField("doc_string")
+    model.ClearField("metadata_props")
+    model.graph.ClearField("metadata_props")
+    model.ClearField("doc_string")
+    model.graph.ClearField("doc_string")
+    return found

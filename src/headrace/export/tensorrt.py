@@ -1,0 +1,215 @@
+"""TensorRT: an island becomes an ONNX graph by PyTorch's exporter, and an engine by TensorRT's parser and builder.
+
+The delegate's id is ``TensorRTBackend``; its payload is that of ``headrace.pte.tensorrt``. Imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import operator as builtin
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
+from executorch.exir.backend.compile_spec_schema import CompileSpec
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from ..errors import ExportError, OptionError, ProgramError
+from ..pte import INPUTS_SPEC
+from ..pte import tensorrt as blob
+from . import engines, onnx_graph, profiles, progress
+from .aoti import DEVICE_SPEC
+from .cache import current
+from .node import described
+from .partition import Lowering
+from .shapes import Shapes
+
+__all__ = ["BACKEND", "STAND_IN", "TensorRTLowering"]
+
+BACKEND = "TensorRTBackend"
+# In the payload of an island whose "engine" is its ONNX graph, for a verification without TensorRT.
+STAND_IN = "onnx"
+# For the compilation alone, never in a program: which delegate of the list compiles.
+LOWER_SPEC = "headrace.tensorrt"
+
+_numbers = itertools.count()
+_lowerings: dict[str, TensorRTLowering] = {}
+# What parsers said of single operators, by builder and content.
+_refusals: dict[tuple[str, str, str, str | None], str | None] = {}
+
+
+class TensorRTLowering(Lowering):
+    """It can compute what PyTorch's exporter has ONNX for and TensorRT's parser accepts: each operator is tried alone."""
+
+    backend = BACKEND
+
+    def __init__(self, claims: Any, plan: Any) -> None:
+        super().__init__(claims, plan)
+        if plan.device is None:
+            raise OptionError(
+                "device: expected 'cuda:0' with TensorRT(), got None; its islands' arguments lie on the GPU"
+            )
+        self.device = plan.device
+        self.builder = engines.named(claims.builder)
+        self.settings = _settings(claims, plan, self.builder)
+        self.ranges: list[profiles.Ranges] | None = None
+        self.key = str(next(_numbers))
+        _lowerings[self.key] = self
+
+    def specs(self) -> list[CompileSpec]:
+        return [CompileSpec(LOWER_SPEC, self.key.encode()), CompileSpec(DEVICE_SPEC, self.device.encode())]
+
+    def keeps(self, program: ExportedProgram) -> Any:
+        """What is claimed and what the parser takes whole; the rest is decomposed, and asked about again."""
+        operators, _ = super().keeps(program)
+
+        def whole(node: torch.fx.Node) -> bool:
+            return self._claims(node) and self._parser(node, program) is None
+
+        return operators, whole
+
+    def refuses(self, node: torch.fx.Node, program: ExportedProgram) -> str | None:
+        if self.ranges is None:
+            self.ranges = profiles.ranges(self.plan.method, program, self.claims.profiles)
+        return _order(node) or self._parser(node, program)
+
+    def _parser(self, node: torch.fx.Node, program: ExportedProgram) -> str | None:
+        """Why the operator alone cannot be taken, in the words of whoever refuses it."""
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return "control flow"
+        if why := _dtype(node) or _unbacked(node):
+            return why
+        try:
+            single = onnx_graph.alone(node, program)
+        except onnx_graph.Untranslated as error:
+            return str(error)
+        asked = (self.builder.runtime, self.builder.version, onnx_graph.key(single), self.claims.precision)
+        if asked not in _refusals:
+            _refusals[asked] = self._tried(single)
+        return _refusals[asked]
+
+    def _tried(self, single: ExportedProgram) -> str | None:
+        try:
+            model = onnx_graph.to_onnx(single, self.claims.precision)
+        except onnx_graph.Untranslated as error:
+            return f"PyTorch's ONNX exporter: {error}"
+        refusal = self.builder.refusal(model.SerializeToString())
+        return None if refusal is None else f"TensorRT's parser: {refusal}"
+
+
+def _settings(claims: Any, plan: Any, builder: engines.Builder) -> engines.Settings:
+    known = builder.compute_capabilities
+    asked = claims.compute_capabilities
+    if asked is None and builder.runtime == "tensorrt_rtx" and plan.target.kind == "cuda":
+        asked = tuple(f"{a.removeprefix('sm_')[:-1]}.{a[-1]}" for a in plan.target.architectures)
+    asked = asked or ()
+    if missing := [one for one in asked if one not in known]:
+        raise ExportError(
+            f"{plan.method}, TensorRT, compute capability {', '.join(missing)}: expected one that {builder.runtime} "
+            f"{builder.version} builds for, {', '.join(known) or 'that of the GPU that is there'}; choose a target with these, "
+            "or builder='tensorrt' on a machine with that GPU"
+        )
+    for option, plain in (("hardware_compatibility", "none"), ("version_compatible", False)):
+        if builder.runtime != "tensorrt" and getattr(claims, option) != plain:
+            raise OptionError(
+                f"TensorRT, {option}: expected {plain!r} with {builder.runtime}, got {getattr(claims, option)!r}; name "
+                "compute_capabilities, or install tensorrt"
+            )
+    return engines.Settings(
+        compute_capabilities=tuple(asked),
+        hardware_compatibility=claims.hardware_compatibility,
+        version_compatible=claims.version_compatible,
+        tf32=claims.tf32,
+        optimization_level=claims.optimization_level,
+        workspace_nbytes=claims.workspace_nbytes,
+        weight_streaming=claims.weight_streaming,
+    )
+
+
+# -------------------- what an operator has to be
+
+
+def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
+    values = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
+    flat = [v for value in values for v in (value if isinstance(value, (tuple, list)) else [value])]
+    return [v for v in flat if isinstance(v, torch.Tensor)]
+
+
+def _dtype(node: torch.fx.Node) -> str | None:
+    names = {str(t.dtype).removeprefix("torch.") for t in _tensors(node)}
+    unknown = sorted(names - set(blob.DTYPES))
+    return f"TensorRT has no {', '.join(unknown)}" if unknown else None
+
+
+def _unbacked(node: torch.fx.Node) -> str | None:
+    """Sizes have to be known before an island has run."""
+    for tensor in _tensors(node):
+        if free_unbacked_symbols(tensor.shape):
+            return "a size that depends on data"
+    return None
+
+
+def _order(node: torch.fx.Node) -> str | None:
+    if any(not tensor.is_contiguous() for tensor in _tensors(node)):
+        return "a tensor in another order than that of its dimensions"
+    return None
+
+
+# -------------------- one island
+
+
+def _preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec]) -> PreprocessResult:
+    """Build one island's engine; ``compile_specs`` is the list that goes into the program, completed here.
+
+    Raises ExportError where the exporter, the parser or the builder refuses the island as a whole.
+    """
+    (key,) = [spec.value.decode() for spec in compile_specs if spec.key == LOWER_SPEC]
+    lowering = _lowerings[key]
+    method = lowering.plan.method
+    nodes = {n.name: n for n in edge_program.graph.nodes if n.op == "call_function"}
+    counted = [n for n in nodes.values() if n.target is not builtin.getitem]
+    progress.report(f"{method}: TensorRT, an island of {len(counted)} operators")
+    inputs, results = _ends(method, edge_program)
+    try:
+        model = onnx_graph.to_onnx(edge_program, lowering.claims.precision)
+    except onnx_graph.Untranslated as error:
+        raise _refused(method, "PyTorch's ONNX exporter to translate", str(error), counted) from error
+    origins = onnx_graph.origins(model)
+    graph = model.SerializeToString(deterministic=True)
+    wanted = _bindings(inputs, results, model)
+    # Only asked for where a size varies.
+    sizes = profiles.sizes(method, inputs, lowering.ranges or [])
+    try:
+        engine = _engine(lowering, graph, sizes)
+    except engines.Unbuilt as error:
+        at = [nodes[origins[name]] for name in error.nodes if origins.get(name) in nodes]
+        raise _refused(method, "TensorRT to build", str(error), at or counted, error.log) from error
+    data, bindings = engine
+    if bindings != wanted:
+        raise ExportError(
+            f"{method}, TensorRT: expected an engine with the bindings {_listed(wanted)}, got {_listed(bindings)}; "
+            "report this with the model",
+            node=counted[0].name if counted else None,
+        )
+    built = lowering.builder.built(lowering.settings)
+    payload = blob.write(
+        graph if lowering.plan.stand_in else data,
+        bindings,
+        hardware_compatible=lowering.settings.hardware_compatibility != "none",
+        built=built,
+        extra={"stand_in": STAND_IN} if lowering.plan.stand_in else None,
+    )
+    # The engine does not mark where a delegate's inputs end. The list is the one that goes into the program.
+    compile_specs[:] = [spec for spec in compile_specs if spec.key != LOWER_SPEC]
+    compile_specs.append(CompileSpec(INPUTS_SPEC, str(len(inputs)).encode()))
+    return PreprocessResult(processed_bytes=payload)
+
+
+# Kept by name: the exporter finds backends among the direct subclasses of BackendDetails, held weakly.
+TensorRTBackend = type(BACKEND, (BackendDetails,), {"__module__": __name__, "preprocess": staticmethod(_preprocess)})
