@@ -25,7 +25,7 @@ from typing import Any, Literal
 from .. import pte
 from ..errors import ExportError, OptionError
 from .cache import folder_of
-from .delegates import Aoti, Claims, ExportDelegate, Node, Plan, Python, Xnnpack
+from .delegates import Aoti, Claims, ExportDelegate, Node, Plan, Profile, Python, TensorRT, Xnnpack
 from .split import Island, Split, SplitNode
 from .target import Target
 from .verification import Deviation, Verification, Verify
@@ -39,10 +39,12 @@ __all__ = [
     "Island",
     "Node",
     "Plan",
+    "Profile",
     "Python",
     "Split",
     "SplitNode",
     "Target",
+    "TensorRT",
     "Verification",
     "Verify",
     "Xnnpack",

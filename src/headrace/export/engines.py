@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 import threading
+import time
 from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ DTYPES = {
     "INT64": "int64",
     "BOOL": "bool",
 }
-# A phase of the builder's with at least so many steps tells of each quarter.
-LONG_STEPS = 40
+# After so many seconds without a new phase, a step is told of.
+QUIET_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +275,7 @@ def _monitor(module: Any, where: str) -> Any:
             self.failed: BaseException | None = None
             self._steps: dict[str, int] = {}
             self._depth: dict[str, int] = {}
+            self._said_at = time.monotonic()
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             with lock:
@@ -284,10 +286,8 @@ def _monitor(module: Any, where: str) -> Any:
 
         def step_complete(self, phase_name: str, step: int) -> bool:
             with lock:
-                count = self._steps.get(phase_name, 0)
-                quarters = 4 * (step + 1) // count if count else 0
-                if count >= LONG_STEPS and quarters in (1, 2, 3) and quarters != 4 * step // count:
-                    self._say(f"{phase_name}, {25 * quarters} %")
+                if time.monotonic() - self._said_at > QUIET_S:
+                    self._say(f"{phase_name}, step {step + 1} of {self._steps.get(phase_name, 0)}")
             return self.failed is None
 
         def phase_finish(self, phase_name: str) -> None:
@@ -295,6 +295,7 @@ def _monitor(module: Any, where: str) -> Any:
                 self._depth.pop(phase_name, None)
 
         def _say(self, text: str) -> None:
+            self._said_at = time.monotonic()
             if self.failed is None:
                 try:
                     context.run(progress.report, f"{where}: {text}")

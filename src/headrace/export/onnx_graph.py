@@ -25,30 +25,32 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from ..errors import ExportError
-from .content import _bytes, _graph
+from .content import _graph
 from .partition import constants_of
 
-__all__ = ["Untranslated", "alone", "key", "origins", "to_onnx"]
+__all__ = ["Untranslated", "alone", "key", "origins", "parts", "to_onnx", "together"]
 
 # What protobuf's own format can hold.
 MOST_NBYTES = (1 << 31) - 1
 # In the place of a node's stack trace, which goes through every step into the ONNX node that comes of it.
 ORIGIN = "headrace node "
-# Of constants this small the values are part of what a parser may look at.
-SMALL = 64
 REDUCED = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Untranslated(Exception):
-    """PyTorch's exporter has no ONNX for a graph."""
+    """PyTorch's exporter has no ONNX for a graph. ``node`` is the name of the node at fault, where that is known."""
+
+    def __init__(self, message: str, node: str | None = None) -> None:
+        super().__init__(message)
+        self.node = node
 
 
 # -------------------- programs of PyTorch's operators
 
 
 def alone(node: torch.fx.Node, program: ExportedProgram) -> ExportedProgram:
-    """``node`` as a program of its own, with its constants, and with the sizes that are computed for it; names are
-    canonical. Raises Untranslated where it takes something that is no tensor and no such size."""
+    """``node`` as a program of its own, with constants in the place of its own, and with the sizes that are computed for
+    it; names are canonical. Raises Untranslated where it takes something that is no tensor and no such size."""
     constants = constants_of(program)
     tensors: dict[torch.fx.Node, None] = {}
 
@@ -69,8 +71,6 @@ def alone(node: torch.fx.Node, program: ExportedProgram) -> ExportedProgram:
     graph = torch.fx.Graph()
     copied: dict[torch.fx.Node, torch.fx.Node] = {}
     specs, values = [], {}
-    stores = {**program.state_dict, **program.constants}
-    fqns = _fqns(program)
     for constant in (True, False):
         for taken in tensors:
             if (taken.op == "placeholder" and taken.name in constants) is not constant:
@@ -83,16 +83,13 @@ def alone(node: torch.fx.Node, program: ExportedProgram) -> ExportedProgram:
                 InputSpec(kind, TensorArgument(new.name), target, persistent=True if constant else None)
             )
             if constant:
-                values[new.name] = stores[fqns[taken.name]].detach()
+                values[new.name] = _substitute(taken.meta["val"])
 
     def copy(taken: torch.fx.Node) -> torch.fx.Node:
         if taken not in copied:
-            copied[taken] = graph.create_node(
-                taken.op,
-                taken.target,
-                torch.fx.map_arg(taken.args, copy),
-                torch.fx.map_arg(taken.kwargs, copy),
-            )
+            args, kwargs = (torch.fx.map_arg(part, copy) for part in (taken.args, taken.kwargs))
+            target, kwargs = _operator(taken, dict(kwargs))
+            copied[taken] = graph.create_node(taken.op, target, args, kwargs)
             copied[taken].meta["val"] = taken.meta.get("val")
         return copied[taken]
 
@@ -107,13 +104,73 @@ def alone(node: torch.fx.Node, program: ExportedProgram) -> ExportedProgram:
     return _program(graph, signature, values, {}, program.range_constraints)
 
 
-def _fqns(program: ExportedProgram) -> dict[str, str]:
-    signature = program.graph_signature
-    return {
-        **signature.inputs_to_parameters,
-        **signature.inputs_to_buffers,
-        **signature.inputs_to_lifted_tensor_constants,
-    }
+def together(programs: Sequence[ExportedProgram]) -> ExportedProgram:
+    """Programs of ``alone`` side by side: the names of the i-th begin with ``pI_``, as do those in its nodes' origins."""
+    graph = torch.fx.Graph()
+    copied: list[dict[torch.fx.Node, torch.fx.Node]] = [{} for _ in programs]
+    specs: list[InputSpec] = []
+    values, constraints = {}, {}
+    for kind in (InputKind.BUFFER, InputKind.USER_INPUT):
+        for i, program in enumerate(programs):
+            placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+            for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+                if spec.kind is not kind:
+                    continue
+                new = copied[i][node] = graph.placeholder(f"p{i}_{node.name}")
+                new.meta["val"] = node.meta["val"]
+                target = new.name if spec.target else None
+                specs.append(InputSpec(kind, TensorArgument(new.name), target, spec.persistent))
+                if spec.target:
+                    values[new.name] = program.state_dict[spec.target]
+    results = []
+    for i, program in enumerate(programs):
+        constraints.update(program.range_constraints)
+        for node in program.graph.nodes:
+            if node.op == "call_function":
+                new = copied[i][node] = graph.node_copy(node, copied[i].__getitem__)
+                new.name = f"p{i}_{node.name}"
+        results += [copied[i][n] for n in program.graph.output_node().args[0]]
+    graph.output(tuple(results))
+    outputs = [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(r.name), None) for r in results]
+    return _program(graph, ExportGraphSignature(specs, outputs), values, {}, constraints)
+
+
+def parts(model: Any, counts: Sequence[int]) -> list[Any]:
+    """The graph that ``together`` became, cut: the first has the first ``counts[0]`` results, and what they need."""
+    import onnx
+
+    made_by = {name: i for i, node in enumerate(model.graph.node) for name in node.output}
+    found, start = [], 0
+    for count in counts:
+        part = onnx.ModelProto()
+        part.CopyFrom(model)
+        wanted = {value.name for value in model.graph.output[start : start + count]}
+        kept: set[int] = set()
+        left = list(wanted)
+        while left:
+            at = made_by.get(left.pop())
+            if at is not None and at not in kept:
+                kept.add(at)
+                left += model.graph.node[at].input
+        names = {name for i in kept for name in model.graph.node[i].input} | wanted
+        for field, chosen in (
+            ("node", [n for i, n in enumerate(model.graph.node) if i in kept]),
+            ("output", list(model.graph.output[start : start + count])),
+            ("input", [v for v in model.graph.input if v.name in names]),
+            ("initializer", [t for t in model.graph.initializer if t.name in names]),
+            ("value_info", []),
+        ):
+            part.graph.ClearField(field)
+            getattr(part.graph, field).extend(chosen)
+        found.append(part)
+        start += count
+    return found
+
+
+def _substitute(tensor: torch.Tensor) -> torch.Tensor:
+    """A constant of the same kind: while islands are planned the model's own values are not there."""
+    filled = torch.ones if tensor.is_floating_point() else torch.zeros
+    return filled([int(size) for size in tensor.shape], dtype=torch.float32).to(tensor.dtype)
 
 
 def _program(
@@ -138,11 +195,8 @@ def _program(
 
 
 def key(program: ExportedProgram) -> str:
-    """What decides whether a program of ``alone`` can be translated: operators, dtypes, sizes, small constants."""
-    digest = hashlib.sha256("\n".join(_graph(program.graph_module)).encode())
-    for tensor in program.state_dict.values():
-        digest.update(_bytes(tensor.contiguous()) if tensor.numel() <= SMALL else b"large")
-    return digest.hexdigest()
+    """What decides whether a program of ``alone`` can be translated: operators, dtypes, sizes, what is constant."""
+    return hashlib.sha256("\n".join(_graph(program.graph_module)).encode()).hexdigest()
 
 
 def _plain(program: ExportedProgram, precision: str | None) -> ExportedProgram:
@@ -154,7 +208,7 @@ def _plain(program: ExportedProgram, precision: str | None) -> ExportedProgram:
         if node.op == "output":
             continue
         new = copied[node] = graph.node_copy(node, lambda n: copied[n])
-        new.name  # noqa: B018  names stay, for the signature
+        new.name = node.name
         if node.op != "call_function":
             continue
         new.target, new.kwargs = _operator(node, dict(new.kwargs))
@@ -250,7 +304,7 @@ def to_onnx(program: ExportedProgram, precision: str | None = None) -> Any:
             made = torch.onnx.export(plain, dynamo=True, verbose=False, external_data=False)
             model = made.model_proto
     except Exception as error:
-        raise Untranslated(_words(error)) from error
+        raise Untranslated(_words(error), _culprit(error)) from error
     nbytes = sum(
         t.untyped_storage().nbytes() for t in {**plain.state_dict, **plain.constants}.values()
         if isinstance(t, torch.Tensor)
@@ -267,6 +321,21 @@ def _words(error: BaseException) -> str:
         error = deeper
     text = re.sub(r"\x1b\[\d*m", "", str(error)).strip() or type(error).__name__
     return re.sub(r"\s+", " ", text.split("\n\n")[0])[:300]
+
+
+def _culprit(error: BaseException | None) -> str | None:
+    """The node that the exporter was at, by its origin. Its errors have no field for it; the frames they come from do."""
+    while error is not None:
+        frame = error.__traceback__
+        while frame is not None:
+            node = frame.tb_frame.f_locals.get("node")
+            if isinstance(node, torch.fx.Node):
+                match = re.search(rf'"{re.escape(ORIGIN)}([^"]+)"', node.meta.get("stack_trace") or "")
+                if match:
+                    return match[1]
+            frame = frame.tb_next
+        error = error.__cause__
+    return None
 
 
 @contextlib.contextmanager

@@ -44,6 +44,8 @@ class Options:
     weights: str
     verify: Verify | None
     cache: Path | None
+    # A program for a verification where no GPU is.
+    stand_in: bool = False
 
     def __post_init__(self) -> None:
         if self.weights not in ("inside", "beside"):
@@ -94,7 +96,13 @@ def _built(programs: Mapping[str, ExportedProgram], options: Options) -> tuple[d
     asked = {
         name: partitioners(
             options.delegates,
-            Plan(method=name, target=options.target, device=options.device, data_file=data_file),
+            Plan(
+                method=name,
+                target=options.target,
+                device=options.device,
+                data_file=data_file,
+                stand_in=options.stand_in,
+            ),
             methods[name],
         )
         for name in programs

@@ -9,7 +9,8 @@ import hashlib
 import itertools
 import json
 import operator as builtin
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ class TensorRTLowering(Lowering):
         self.device = plan.device
         self.builder = engines.named(claims.builder)
         self.settings = _settings(claims, plan, self.builder)
-        self.ranges: list[profiles.Ranges] | None = None
+        self.ranges: list[profiles.Ranges] = []
+        self._seen: ExportedProgram | None = None
         self.key = str(next(_numbers))
         _lowerings[self.key] = self
 
@@ -68,31 +70,75 @@ class TensorRTLowering(Lowering):
     def keeps(self, program: ExportedProgram) -> Any:
         """What is claimed and what the parser takes whole; the rest is decomposed, and asked about again."""
         operators, _ = super().keeps(program)
+        kept = set(operators)
+        self._try([n for n in program.graph.nodes if n.target in kept and self._claims(n)], program)
 
         def whole(node: torch.fx.Node) -> bool:
-            return self._claims(node) and self._parser(node, program) is None
+            return self._claims(node) and self._refusal(node, program) is None
 
         return operators, whole
 
     def refuses(self, node: torch.fx.Node, program: ExportedProgram) -> str | None:
-        if self.ranges is None:
+        if program is not self._seen:
+            self._seen = program
             self.ranges = profiles.ranges(self.plan.method, program, self.claims.profiles)
-        return _order(node) or self._parser(node, program)
+            self._try([n for n in program.graph.nodes if self._claims(n)], program)
+        return _order(node) or self._refusal(node, program)
 
-    def _parser(self, node: torch.fx.Node, program: ExportedProgram) -> str | None:
+    def _refusal(self, node: torch.fx.Node, program: ExportedProgram) -> str | None:
         """Why the operator alone cannot be taken, in the words of whoever refuses it."""
+        found = self._single(node, program)
+        if isinstance(found, str):
+            return found
+        asked = self._key(found)
+        if asked not in _refusals:
+            self._try([node], program)
+        return _refusals[asked]
+
+    def _single(self, node: torch.fx.Node, program: ExportedProgram) -> ExportedProgram | str:
+        """The operator alone; or why it is not even asked about."""
+        if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+            return "it gives a number"
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return "control flow"
         if why := _dtype(node) or _unbacked(node):
             return why
         try:
-            single = onnx_graph.alone(node, program)
+            return onnx_graph.alone(node, program)
         except onnx_graph.Untranslated as error:
             return str(error)
-        asked = (self.builder.runtime, self.builder.version, onnx_graph.key(single), self.claims.precision)
-        if asked not in _refusals:
-            _refusals[asked] = self._tried(single)
-        return _refusals[asked]
+
+    def _key(self, single: ExportedProgram) -> tuple[str, str, str, str | None]:
+        return self.builder.runtime, self.builder.version, onnx_graph.key(single), self.claims.precision
+
+    def _try(self, nodes: Sequence[torch.fx.Node], program: ExportedProgram) -> None:
+        """Ask about all operators that nobody has asked about yet: side by side in one graph, since most of the time
+        goes into the first steps of an export, whatever its size; then each by the parser alone."""
+        asked: dict[tuple[str, str, str, str | None], ExportedProgram] = {}
+        for node in nodes:
+            single = None if node.target is builtin.getitem else self._single(node, program)
+            if isinstance(single, ExportedProgram) and (key := self._key(single)) not in _refusals:
+                asked[key] = single
+        while asked:
+            keys = list(asked)
+            try:
+                model = onnx_graph.to_onnx(onnx_graph.together(list(asked.values())), self.claims.precision)
+            except onnx_graph.Untranslated as error:
+                at = re.match(r"p(\d+)_", error.node or "")
+                if at is not None or len(asked) == 1:
+                    culprit = keys[int(at[1]) if at else 0]
+                    _refusals[culprit] = f"PyTorch's ONNX exporter: {error}"
+                    del asked[culprit]
+                    continue
+                for key, single in asked.items():
+                    _refusals[key] = self._tried(single)
+                return
+            onnx_graph.origins(model)
+            counts = [len(single.graph_signature.user_outputs) for single in asked.values()]
+            for key, part in zip(keys, onnx_graph.parts(model, counts), strict=True):
+                refusal = self.builder.refusal(part.SerializeToString())
+                _refusals[key] = None if refusal is None else f"TensorRT's parser: {refusal}"
+            return
 
     def _tried(self, single: ExportedProgram) -> str | None:
         try:
@@ -184,7 +230,7 @@ def _preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec])
     graph = model.SerializeToString(deterministic=True)
     wanted = _bindings(inputs, results, model)
     # Only asked for where a size varies.
-    sizes = profiles.sizes(method, inputs, lowering.ranges or [])
+    sizes = profiles.sizes(method, inputs, lowering.ranges)
     try:
         engine = _engine(lowering, graph, sizes)
     except engines.Unbuilt as error:
@@ -213,3 +259,95 @@ def _preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec])
 
 # Kept by name: the exporter finds backends among the direct subclasses of BackendDetails, held weakly.
 TensorRTBackend = type(BACKEND, (BackendDetails,), {"__module__": __name__, "preprocess": staticmethod(_preprocess)})
+
+
+def _ends(method: str, program: ExportedProgram) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
+    """The nodes of the island's inputs and results. Their sizes are known before a call."""
+    signature = program.graph_signature
+    wanted = set(signature.user_inputs)
+    inputs = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in wanted]
+    results = list(program.graph.output_node().args[0])
+    for node in (*inputs, *results):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            raise ExportError(
+                f"{method}, {node.name}: expected tensors between delegates, got a {type(value).__name__}; let one "
+                "delegate take both sides of it",
+                node=node.name,
+            )
+    try:
+        Shapes([n.meta["val"].shape for n in inputs], [n.meta["val"].shape for n in results])
+    except ValueError as error:
+        raise ExportError(
+            f"{method}: expected sizes of results that the sizes of inputs determine, got {error}; keep operators whose "
+            "result size depends on data out of this delegate",
+            node=results[0].name,
+        ) from None
+    return inputs, results
+
+
+def _bindings(
+    inputs: Sequence[torch.fx.Node], results: Sequence[torch.fx.Node], model: Any
+) -> tuple[blob.Binding, ...]:
+    """What the engine's bindings have to be: dtypes and shapes are the program's, names the ONNX graph's."""
+    names = [value.name for value in (*model.graph.input, *model.graph.output)]
+    found = []
+    for i, (name, node) in enumerate(zip(names, (*inputs, *results), strict=True)):
+        tensor = node.meta["val"]
+        shape = tuple(-1 if isinstance(size, torch.SymInt) else int(size) for size in tensor.shape)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        found.append(blob.Binding(name, i < len(inputs), dtype, shape))
+    return tuple(found)
+
+
+def _listed(bindings: Sequence[blob.Binding]) -> str:
+    return ", ".join(f"{b.name} {b.dtype}{list(b.shape)}" for b in bindings)
+
+
+def _engine(
+    lowering: TensorRTLowering, graph: bytes, sizes: Sequence[Sequence[engines.Sizes]]
+) -> tuple[bytes, tuple[blob.Binding, ...]]:
+    """The engine for an ONNX graph, from the cache where it is there: builders give other bytes each time."""
+    builder, method = lowering.builder, lowering.plan.method
+    if lowering.plan.stand_in:
+        return b"", builder.bindings(graph)
+    store = current()
+    said = [builder.runtime, builder.version, asdict(lowering.settings), sizes, _sources()]
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    digest.update(hashlib.sha256(graph).digest())
+    name = f"tensorrt-{digest.hexdigest()}"
+    if store is not None and (kept := store.read(name)) is not None:
+        header, (engine,) = kept
+        progress.report(f"{method}: TensorRT, from the cache")
+        return engine, tuple(
+            blob.Binding(b["name"], b["is_input"], b["dtype"], tuple(b["shape"])) for b in header["bindings"]
+        )
+    engine, bindings = builder.build(f"{method}: TensorRT", graph, sizes, lowering.settings, store)
+    if store is not None:
+        store.write(name, {"bindings": [asdict(b) for b in bindings]}, [engine])
+    return engine, bindings
+
+
+def _sources() -> str:
+    """The code that decides how an engine is built."""
+    return hashlib.sha256(Path(engines.__file__).read_bytes()).hexdigest()
+
+
+def _refused(
+    method: str, what: str, words: str, nodes: Sequence[torch.fx.Node], log: Sequence[str] = ()
+) -> ExportError:
+    few = "; ".join(map(described, nodes[:8])) + (f" and {len(nodes) - 8} more" if len(nodes) > 8 else "")
+    return ExportError(
+        f"{method}: expected {what} the island of {few}, got: {words}; exclude the operator at fault, "
+        "TensorRT(exclude=[…]), or write it differently",
+        node=nodes[0].name if nodes else None,
+        log=log,
+    )
+
+
+def check(name: str, method: str, island: int, payload: bytes) -> blob.Blob:
+    """A payload as it is in the file, read back. Raises ExportError where it is not one."""
+    try:
+        return blob.read(payload)
+    except ProgramError as error:
+        raise ExportError(f"{name}, {method}, island {island}: {error}") from error
