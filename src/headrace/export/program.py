@@ -23,6 +23,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from .. import pte
 from ..errors import ExportError, HeadraceError, OptionError
+from ..pte import tensorrt
 from . import Claims, ExportDelegate, Exported, Plan, Split, Verification, Verify, aoti, payload, verify
 from .cache import using
 from .partition import Method, partitioners
@@ -30,6 +31,8 @@ from .progress import report, reporting
 from .target import Target
 
 __all__ = ["Options", "write"]
+
+TENSORRT = "TensorRTBackend"
 
 
 @dataclass(frozen=True)
@@ -147,8 +150,11 @@ def _verified(
     assert options.verify is not None
     modules = [m for m in (getattr(d, "module", None) for d in options.delegates) if m is not None]
     name = options.path.name
+    engines = _engines(files[options.path])
 
-    def run(files: Mapping[Path, bytes], devices: Sequence[tuple[str, Any]]) -> tuple[Verification, Any]:
+    def run(
+        files: Mapping[Path, bytes], devices: Sequence[tuple[str, Any]], stand_in: str | None = None
+    ) -> tuple[Verification, Any]:
         return verify.run(
             options.verify or Verify(),
             name,
@@ -158,28 +164,58 @@ def _verified(
             resident=options.resident,
             ordered=any(island.device != "cpu" for island in split.islands),
             modules=modules,
+            stand_in=stand_in,
+            # On a GPU that TensorRT does not support, or without its run time.
+            may_lack=[TENSORRT] if engines and stand_in is None else [],
         )
 
-    if options.target.kind == "host":
+    if options.target.kind == "host" and not engines:
         return run(files, verify.HOST)[0]
     said, missing = run(files, verify.GPU)
     if not missing:
         return said
-    report(f"{name}: no GPU here; the same split for the host")
-    twin, twin_split = _built(programs, replace(options, target=Target()))
-    if different := [a.name for a, b in zip(split, twin_split, strict=False) if a != b]:
+    (why,) = missing.values()
+    report(f"{name}: cannot run here ({why}); the same split for the host")
+    twin, twin_split = _built(programs, replace(options, target=_on_host(options.target), stand_in=True))
+    different = [a.name for a, b in zip(split, twin_split, strict=False) if a != b]
+    if different or len(split) != len(twin_split):
         raise ExportError(
             f"{name}: expected the split for the host to be that for {options.target.kind}, got another for "
-            f"{', '.join(different[:8])}; verify it on a GPU, or leave it out, verify=False",
-            node=different[0],
+            f"{', '.join(different[:8]) or 'its end'}; verify it on a GPU, or leave it out, verify=False",
+            node=different[0] if different else None,
         )
-    said = run(twin, verify.HOST)[0]
-    (why,) = missing.values()
-    return replace(
-        said,
-        note=f"no GPU here ({why}): structure, constants and plan of the program were checked, and the same split was "
-        "compiled for the host and run",
-    )
+    stand_ins = _engines(twin[options.path])
+    for (where, real), (_, other) in zip(engines, stand_ins, strict=True):
+        if real.bindings != other.bindings or real.built is None:
+            raise ExportError(
+                f"{name}, {where}: expected the stand-in to have the engine's bindings, got others; report this with the "
+                "model"
+            )
+    version = engines[0][1].built.version if engines and engines[0][1].built else None
+    said = run(twin, verify.HOST, version)[0]
+    checked = "structure, constants and plan of the program were checked, and the same split was"
+    note = f"not run as it is ({why}): {checked} compiled for the host and run"
+    if engines:
+        note += (
+            f"; TensorRT built {len(engines)} engine{'s' if len(engines) > 1 else ''}, which did not run: in their place "
+            "the ONNX graphs that they were built from were evaluated by onnx.reference"
+        )
+    return replace(said, note=note)
+
+
+def _on_host(target: Target) -> Target:
+    return target if target.kind == "host" else Target()
+
+
+def _engines(program: bytes) -> list[tuple[str, tensorrt.Blob]]:
+    """TensorRT's islands, where each is, and what their payloads say, read from the program's own bytes."""
+    found = []
+    for method in pte.read(program).methods:
+        for island in method.islands:
+            if island.delegate == TENSORRT:
+                payload = program[island.payload_offset : island.payload_offset + island.payload_nbytes]
+                found.append((f"{method.name}, island {island.index}", tensorrt.read(payload)))
+    return found
 
 
 def _vary(programs: Iterable[ExportedProgram]) -> bool:

@@ -21,7 +21,7 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..errors import ExportError, OptionError, ProgramError
+from ..errors import ExportError, OptionError
 from ..pte import INPUTS_SPEC
 from ..pte import tensorrt as blob
 from . import engines, onnx_graph, profiles, progress
@@ -31,11 +31,9 @@ from .node import described
 from .partition import Lowering
 from .shapes import Shapes
 
-__all__ = ["BACKEND", "STAND_IN", "TensorRTLowering"]
+__all__ = ["BACKEND", "TensorRTLowering"]
 
 BACKEND = "TensorRTBackend"
-# In the payload of an island whose "engine" is its ONNX graph, for a verification without TensorRT.
-STAND_IN = "onnx"
 # For the compilation alone, never in a program: which delegate of the list compiles.
 LOWER_SPEC = "headrace.tensorrt"
 
@@ -71,9 +69,13 @@ class TensorRTLowering(Lowering):
         """What is claimed and what the parser takes whole; the rest is decomposed, and asked about again."""
         operators, _ = super().keeps(program)
         kept = set(operators)
-        self._try([n for n in program.graph.nodes if n.target in kept and self._claims(n)], program)
+        seen: set[torch.fx.Graph] = set()
 
         def whole(node: torch.fx.Node) -> bool:
+            # The exporter asks about one graph after another, on its way down.
+            if node.graph not in seen:
+                seen.add(node.graph)
+                self._try([n for n in node.graph.nodes if n.target in kept and self._claims(n)], program)
             return self._claims(node) and self._refusal(node, program) is None
 
         return operators, whole
@@ -249,7 +251,6 @@ def _preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec])
         bindings,
         hardware_compatible=lowering.settings.hardware_compatibility != "none",
         built=built,
-        extra={"stand_in": STAND_IN} if lowering.plan.stand_in else None,
     )
     # The engine does not mark where a delegate's inputs end. The list is the one that goes into the program.
     compile_specs[:] = [spec for spec in compile_specs if spec.key != LOWER_SPEC]
@@ -343,11 +344,3 @@ def _refused(
         node=nodes[0].name if nodes else None,
         log=log,
     )
-
-
-def check(name: str, method: str, island: int, payload: bytes) -> blob.Blob:
-    """A payload as it is in the file, read back. Raises ExportError where it is not one."""
-    try:
-        return blob.read(payload)
-    except ProgramError as error:
-        raise ExportError(f"{name}, {method}, island {island}: {error}") from error

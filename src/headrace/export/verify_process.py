@@ -4,7 +4,7 @@
 
     python -m headrace.export.verify_process FOLDER
 
-``FOLDER/ask.json`` says what to load and call, ``FOLDER/inputs.npz`` with what; the answers go to ``answers.npz`` and
+``FOLDER/ask.json`` says what to load and call, and what may be missing; ``FOLDER/inputs.npz`` with what to call it. The answers go to ``answers.npz`` and
 ``answer.json``. Nothing here imports torch.
 """
 
@@ -13,12 +13,15 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 import headrace
+
+from . import stand_in
 
 __all__ = ["main"]
 
@@ -32,7 +35,7 @@ def main(folder: Path) -> None:
         for module in ask["imports"]:
             where = f"import of {module}"
             importlib.import_module(module)
-        with np.load(folder / "inputs.npz") as inputs:
+        with np.load(folder / "inputs.npz") as inputs, _stand_in(ask["stand_in"]):
             for number, (name, schedule) in enumerate(ask["devices"]):
                 where = name if schedule is None else f"{name} (schedule {schedule})"
                 try:
@@ -44,13 +47,24 @@ def main(folder: Path) -> None:
                 except headrace.DeviceError as error:
                     answer["runs"].append({"device": where, "unavailable": str(error), "calls": []})
                     continue
-                calls = _run(ask, device, inputs, arrays, str(number))
+                try:
+                    calls = _run(ask, device, inputs, arrays, str(number))
+                except headrace.DelegateUnavailable as error:
+                    if error.delegate not in ask["may_lack"]:
+                        raise
+                    answer["runs"].append({"device": where, "unavailable": str(error), "calls": []})
+                    continue
                 answer["runs"].append({"device": where, "calls": calls})
     except Exception as error:
         answer["error"] = {"where": where, "kind": type(error).__name__, "text": str(error)}
     answer["torch"] = "torch" in sys.modules
     np.savez(folder / "answers.npz", **cast(Any, arrays))
     (folder / "answer.json").write_text(json.dumps(answer))
+
+
+def _stand_in(version: str | None) -> AbstractContextManager[None]:
+    """What is in the place of TensorRT, for a program that was exported for it."""
+    return nullcontext() if version is None else stand_in.provided(version)
 
 
 def _run(
