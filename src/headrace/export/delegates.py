@@ -234,7 +234,9 @@ class Profile:
         for which in ("min", "opt", "max"):
             value = getattr(self, which)
             if not isinstance(value, Mapping):
-                raise OptionError(f"Profile, {which}: expected a mapping of input names to shapes, got {value!r}")
+                raise OptionError(
+                    f"Profile, {which}: expected a mapping of input names to shapes, got {value!r}"
+                )
             for name, shape in value.items():
                 if isinstance(shape, str) or not (
                     isinstance(shape, Sequence) and all(type(size) is int and size >= 0 for size in shape)
@@ -314,7 +316,9 @@ class TensorRT(Claims):
                 )
         for option in ("version_compatible", "tf32", "weight_streaming"):
             if not isinstance(getattr(self, option), bool):
-                raise OptionError(f"TensorRT, {option}: expected True or False, got {getattr(self, option)!r}")
+                raise OptionError(
+                    f"TensorRT, {option}: expected True or False, got {getattr(self, option)!r}"
+                )
         limit = self.workspace_nbytes
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
             raise OptionError(f"TensorRT, workspace_nbytes: expected bytes, 0 or more, got {limit!r}")

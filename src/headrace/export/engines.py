@@ -76,7 +76,7 @@ def named(name: str | None) -> Builder:
 
     Raises ExportError where it is not installed, or cannot be used here, saying what to do.
     """
-    why = {}
+    why: dict[str, str] = {}
     for one in (name,) if name else tuple(MODULES):
         for module in MODULES[one][0]:
             try:
@@ -118,12 +118,26 @@ class Builder:
         """What an engine's payload says of its origin."""
         return Built(self.runtime, self.version, settings.compute_capabilities, settings.version_compatible)
 
-    def refusal(self, model: bytes) -> str | None:
-        """What the parser has against the graph, in its own words; None where it takes it."""
+    def refusal(
+        self,
+        model: bytes,
+        profiles: Sequence[Sequence[Sizes]] = (),
+        settings: Settings | None = None,
+        *,
+        parse_only: bool = False,
+    ) -> str | None:
+        """What there is against a small graph, in the parser's own words; None where it is taken. TensorRT-RTX's builder
+        is asked as well: that takes it milliseconds, and TensorRT's seconds."""
         try:
-            self._parsed(model)
+            network, parser = self._parsed(model)
         except Unbuilt as error:
-            return str(error)
+            return f"TensorRT's parser: {error}"
+        if self.runtime == "tensorrt_rtx" and not parse_only:
+            try:
+                self._built(network, self._configured(network, profiles, settings or Settings()))
+            except Unbuilt as error:
+                return f"TensorRT's builder: {error}"
+        del parser  # it holds the weights
         return None
 
     def bindings(self, model: bytes) -> tuple[Binding, ...]:
@@ -145,30 +159,31 @@ class Builder:
         Raises Unbuilt; ExportError for a setting that this builder lacks.
         """
         network, parser = self._parsed(model)
-        config = self._config(settings)
-        for sizes in profiles:
-            profile = self._builder.create_optimization_profile()
-            for i, (low, opt, high) in enumerate(sizes):
-                profile.set_shape(network.get_input(i).name, low, opt, high)
-            if config.add_optimization_profile(profile) < 0:
-                raise Unbuilt("; ".join(self.log) or "the optimization profile is refused", self.log)
+        config = self._configured(network, profiles, settings)
         monitor = _monitor(self.module, where)
         config.progress_monitor = monitor
         key = f"timing-{self.runtime}-{self.version}"
         timing = self._timing_cache(config, store.read(key) if store else None)
+        try:
+            engine = self._built(network, config)
+        except Unbuilt:
+            if monitor.failed is not None:
+                raise monitor.failed from None
+            raise
+        if store is not None and timing is not None:
+            store.write(key, {}, [bytes(timing.serialize())])
+        del parser
+        return engine, self._bindings(network)
+
+    def _built(self, network: Any, config: Any) -> bytes:
         self.log.clear()
         engine = self._builder.build_serialized_network(network, config)
-        if monitor.failed is not None:
-            raise monitor.failed
         if engine is None:
             said = [line for line in self.log if line]
             nodes = [network.get_layer(i).name for i in range(network.num_layers)]
             found = sorted({n for n in nodes if any(_names(line, n) for line in said)}, key=nodes.index)
             raise Unbuilt("; ".join(said) or "no engine, and no reason", said, found)
-        if store is not None and timing is not None:
-            store.write(key, {}, [bytes(timing.serialize())])
-        del parser  # it holds the weights until the engine is built
-        return bytes(engine), self._bindings(network)
+        return bytes(engine)
 
     def _parsed(self, model: bytes) -> tuple[Any, Any]:
         self.log.clear()
@@ -198,6 +213,16 @@ class Builder:
                 found.append(Binding(tensor.name, is_input, dtype, tuple(int(size) for size in tensor.shape)))
         return tuple(found)
 
+    def _configured(self, network: Any, profiles: Sequence[Sequence[Sizes]], settings: Settings) -> Any:
+        config = self._config(settings)
+        for sizes in profiles:
+            profile = self._builder.create_optimization_profile()
+            for i, (low, opt, high) in enumerate(sizes):
+                profile.set_shape(network.get_input(i).name, low, opt, high)
+            if config.add_optimization_profile(profile) < 0:
+                raise Unbuilt("; ".join(self.log) or "the optimization profile is refused", self.log)
+        return config
+
     def _config(self, settings: Settings) -> Any:
         trt = self.module
         config = self._builder.create_builder_config()
@@ -225,9 +250,7 @@ class Builder:
                 if not config.set_compute_capability(
                     getattr(trt.ComputeCapability, f"SM{one.replace('.', '')}"), i
                 ):
-                    raise Unbuilt(
-                        f"compute capability {one} is refused: {'; '.join(self.log)}", self.log
-                    )
+                    raise Unbuilt(f"compute capability {one} is refused: {'; '.join(self.log)}", self.log)
         return config
 
     def _timing_cache(self, config: Any, kept: Any) -> Any:
@@ -248,13 +271,13 @@ def _described(error: Any) -> str:
     """A parser's error: ``node_fft (DFT): no importer for …``."""
     node = error.node_name()
     operator = f" ({error.node_operator()})" if error.node_operator() else ""
-    # The parser's own source lines say nothing to its user.
-    text = re.sub(r"\s+", " ", str(error.desc())).strip()
+    # Some descriptions are no more than the condition that was not met.
+    text = f"{error.code().name}: " + re.sub(r"\s+", " ", str(error.desc())).strip()
     return f"{node}{operator}: {text}" if node else text
 
 
 def _logger(module: Any, lines: list[str]) -> Any:
-    class Logger(module.ILogger):  # type: ignore[misc,name-defined]
+    class Logger(module.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             module.ILogger.__init__(self)
 
@@ -269,7 +292,7 @@ def _monitor(module: Any, where: str) -> Any:
     """Tells of the builder's phases, from whatever thread they are in. What a listener raises ends the build."""
     context, lock = copy_context(), threading.Lock()
 
-    class Monitor(module.IProgressMonitor):  # type: ignore[misc,name-defined]
+    class Monitor(module.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             module.IProgressMonitor.__init__(self)
             self.failed: BaseException | None = None

@@ -242,7 +242,10 @@ def _operator(node: torch.fx.Node, kwargs: dict[str, Any]) -> tuple[Any, dict[st
 
 
 def _reduce(
-    graph: torch.fx.Graph, signature: ExportGraphSignature, stores: Sequence[dict[str, Any]], dtype: torch.dtype
+    graph: torch.fx.Graph,
+    signature: ExportGraphSignature,
+    stores: Sequence[dict[str, Any]],
+    dtype: torch.dtype,
 ) -> None:
     """Compute in ``dtype`` what is float32: constants become it, inputs are cast to it, results back."""
     fqns = {
@@ -310,7 +313,9 @@ def to_onnx(program: ExportedProgram, precision: str | None = None) -> Any:
         if isinstance(t, torch.Tensor)
     )  # fmt: skip
     if nbytes > MOST_NBYTES:
-        raise Untranslated(f"{nbytes} bytes of weights in one graph, of which ONNX's format holds {MOST_NBYTES}")
+        raise Untranslated(
+            f"{nbytes} bytes of weights in one graph, of which ONNX's format holds {MOST_NBYTES}"
+        )
     _rename(model, len(program.graph_signature.user_outputs))
     return model
 

@@ -43,9 +43,7 @@ def ranges(method: str, program: ExportedProgram, profiles: Sequence[Profile]) -
     bounds = _bounds(program, inputs.values())
     if not profiles:
         return [bounds]
-    return [
-        _given(f"{method}, TensorRT, profile {i}", one, inputs, bounds) for i, one in enumerate(profiles)
-    ]
+    return [_given(f"{method}, TensorRT, profile {i}", one, inputs, bounds) for i, one in enumerate(profiles)]
 
 
 def _bounds(program: ExportedProgram, inputs: Any) -> Ranges:
@@ -69,9 +67,7 @@ def _number(bound: Any) -> int | None:
     return number if number <= MOST else None
 
 
-def _given(
-    where: str, profile: Profile, inputs: Mapping[str, torch.Tensor], bounds: Ranges
-) -> Ranges:
+def _given(where: str, profile: Profile, inputs: Mapping[str, torch.Tensor], bounds: Ranges) -> Ranges:
     if unknown := sorted(set(profile.min) - set(inputs)):
         raise OptionError(f"{where}: expected inputs among {', '.join(inputs)}, got {', '.join(unknown)}")
     solved: dict[sympy.Symbol, dict[str, tuple[int, str]]] = {}
@@ -116,7 +112,11 @@ def _solve(
     if len(size.free_symbols) != 1:
         return
     (symbol,) = size.free_symbols
-    values = [v for v in sympy.solve(size - number, symbol) if v.is_Integer and v >= 0] if size != symbol else [sympy.Integer(number)]
+    values = (
+        [v for v in sympy.solve(size - number, symbol) if v.is_Integer and v >= 0]
+        if size != symbol
+        else [sympy.Integer(number)]
+    )
     if not values:
         raise OptionError(f"{here}: expected a number that {size} can be, got {number}")
     value = int(values[0])
@@ -134,9 +134,7 @@ def _solve(
     known.setdefault(which, (value, here))
 
 
-def sizes(
-    method: str, inputs: Sequence[torch.fx.Node], profiles: Sequence[Ranges]
-) -> list[list[Sizes]]:
+def sizes(method: str, inputs: Sequence[torch.fx.Node], profiles: Sequence[Ranges]) -> list[list[Sizes]]:
     """For each profile the shapes of every input of an island; none where nothing varies.
 
     Raises ExportError, naming the input and the dimension, where a size has no upper bound.
@@ -149,7 +147,9 @@ def sizes(
         made: list[Sizes] = []
         for node, shape in zip(inputs, shapes, strict=True):
             dims = [
-                _size(f"{method}, TensorRT, profile {i}, {node.name}, dimension {dim}", node, size, profile, dim)
+                _size(
+                    f"{method}, TensorRT, profile {i}, {node.name}, dimension {dim}", node, size, profile, dim
+                )
                 for dim, size in enumerate(shape)
             ]
             made.append(tuple(tuple(d[k] for d in dims) for k in range(3)))  # type: ignore[arg-type]

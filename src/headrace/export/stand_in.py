@@ -117,7 +117,7 @@ def provided(version: str, compute_capability: str = "") -> Iterator[None]:
                 )
             )
 
-    class Module(testing.StandIn):  # type: ignore[misc,name-defined]
+    class Module(testing.StandIn):  # type: ignore[misc]
         def Runtime(self, logger: Any) -> Any:
             return Runtime(self, logger)
 

@@ -27,6 +27,7 @@ from ..pte import tensorrt as blob
 from . import engines, onnx_graph, profiles, progress
 from .aoti import DEVICE_SPEC
 from .cache import current
+from .delegates import Plan, TensorRT
 from .node import described
 from .partition import Lowering
 from .shapes import Shapes
@@ -39,16 +40,18 @@ LOWER_SPEC = "headrace.tensorrt"
 
 _numbers = itertools.count()
 _lowerings: dict[str, TensorRTLowering] = {}
-# What parsers said of single operators, by builder and content.
-_refusals: dict[tuple[str, str, str, str | None], str | None] = {}
+# What was said of single operators, by builder, settings and content.
+_refusals: dict[str, str | None] = {}
 
 
 class TensorRTLowering(Lowering):
     """It can compute what PyTorch's exporter has ONNX for and TensorRT's parser accepts: each operator is tried alone."""
 
     backend = BACKEND
+    claims: TensorRT
+    device: str
 
-    def __init__(self, claims: Any, plan: Any) -> None:
+    def __init__(self, claims: TensorRT, plan: Plan) -> None:
         super().__init__(claims, plan)
         if plan.device is None:
             raise OptionError(
@@ -67,6 +70,7 @@ class TensorRTLowering(Lowering):
 
     def keeps(self, program: ExportedProgram) -> Any:
         """What is claimed and what the parser takes whole; the rest is decomposed, and asked about again."""
+        self._see(program)
         operators, _ = super().keeps(program)
         kept = set(operators)
         seen: set[torch.fx.Graph] = set()
@@ -81,11 +85,17 @@ class TensorRTLowering(Lowering):
         return operators, whole
 
     def refuses(self, node: torch.fx.Node, program: ExportedProgram) -> str | None:
-        if program is not self._seen:
-            self._seen = program
-            self.ranges = profiles.ranges(self.plan.method, program, self.claims.profiles)
+        if self._see(program):
             self._try([n for n in program.graph.nodes if self._claims(n)], program)
         return _order(node) or self._refusal(node, program)
+
+    def _see(self, program: ExportedProgram) -> bool:
+        """Take the bounds of its sizes from a program. Whether it is another than the last."""
+        if program is self._seen:
+            return False
+        self._seen = program
+        self.ranges = profiles.ranges(self.plan.method, program, self.claims.profiles)
+        return True
 
     def _refusal(self, node: torch.fx.Node, program: ExportedProgram) -> str | None:
         """Why the operator alone cannot be taken, in the words of whoever refuses it."""
@@ -103,20 +113,30 @@ class TensorRTLowering(Lowering):
             return "it gives a number"
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return "control flow"
-        if why := _dtype(node) or _unbacked(node):
+        if why := _dtype(node) or _unbacked(node) or _random(node):
             return why
         try:
             return onnx_graph.alone(node, program)
         except onnx_graph.Untranslated as error:
             return str(error)
 
-    def _key(self, single: ExportedProgram) -> tuple[str, str, str, str | None]:
-        return self.builder.runtime, self.builder.version, onnx_graph.key(single), self.claims.precision
+    def _key(self, single: ExportedProgram) -> str:
+        said = (self.builder.runtime, self.builder.version, self.settings, self.claims.precision)
+        return f"{onnx_graph.key(single)} {said} {self._sizes(single)}"
+
+    def _sizes(self, single: ExportedProgram) -> list[list[engines.Sizes]]:
+        wanted = set(single.graph_signature.user_inputs)
+        try:
+            return profiles.sizes(
+                self.plan.method, [n for n in single.graph.nodes if n.name in wanted], self.ranges
+            )
+        except ExportError:
+            return []  # of no upper bound; the island that it is in says so
 
     def _try(self, nodes: Sequence[torch.fx.Node], program: ExportedProgram) -> None:
         """Ask about all operators that nobody has asked about yet: side by side in one graph, since most of the time
         goes into the first steps of an export, whatever its size; then each by the parser alone."""
-        asked: dict[tuple[str, str, str, str | None], ExportedProgram] = {}
+        asked: dict[str, ExportedProgram] = {}
         for node in nodes:
             single = None if node.target is builtin.getitem else self._single(node, program)
             if isinstance(single, ExportedProgram) and (key := self._key(single)) not in _refusals:
@@ -138,8 +158,7 @@ class TensorRTLowering(Lowering):
             onnx_graph.origins(model)
             counts = [len(single.graph_signature.user_outputs) for single in asked.values()]
             for key, part in zip(keys, onnx_graph.parts(model, counts), strict=True):
-                refusal = self.builder.refusal(part.SerializeToString())
-                _refusals[key] = None if refusal is None else f"TensorRT's parser: {refusal}"
+                _refusals[key] = self._answer(part, asked[key])
             return
 
     def _tried(self, single: ExportedProgram) -> str | None:
@@ -147,11 +166,16 @@ class TensorRTLowering(Lowering):
             model = onnx_graph.to_onnx(single, self.claims.precision)
         except onnx_graph.Untranslated as error:
             return f"PyTorch's ONNX exporter: {error}"
-        refusal = self.builder.refusal(model.SerializeToString())
-        return None if refusal is None else f"TensorRT's parser: {refusal}"
+        return self._answer(model, single)
+
+    def _answer(self, model: Any, single: ExportedProgram) -> str | None:
+        sizes = self._sizes(single)
+        if not sizes and _varies(single):
+            return self.builder.refusal(model.SerializeToString(), parse_only=True)
+        return self.builder.refusal(model.SerializeToString(), sizes, self.settings)
 
 
-def _settings(claims: Any, plan: Any, builder: engines.Builder) -> engines.Settings:
+def _settings(claims: TensorRT, plan: Plan, builder: engines.Builder) -> engines.Settings:
     known = builder.compute_capabilities
     asked = claims.compute_capabilities
     if asked is None and builder.runtime == "tensorrt_rtx" and plan.target.kind == "cuda":
@@ -201,6 +225,22 @@ def _unbacked(node: torch.fx.Node) -> str | None:
         if free_unbacked_symbols(tensor.shape):
             return "a size that depends on data"
     return None
+
+
+def _random(node: torch.fx.Node) -> str | None:
+    target: Any = getattr(node.target, "_op", node.target)
+    if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+        return "random numbers, which would not be eager PyTorch's"
+    return None
+
+
+def _varies(program: ExportedProgram) -> bool:
+    return any(
+        isinstance(size, torch.SymInt)
+        for n in program.graph.nodes
+        if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)
+        for size in n.meta["val"].shape
+    )
 
 
 def _order(node: torch.fx.Node) -> str | None:
@@ -259,7 +299,9 @@ def _preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec])
 
 
 # Kept by name: the exporter finds backends among the direct subclasses of BackendDetails, held weakly.
-TensorRTBackend = type(BACKEND, (BackendDetails,), {"__module__": __name__, "preprocess": staticmethod(_preprocess)})
+TensorRTBackend = type(
+    BACKEND, (BackendDetails,), {"__module__": __name__, "preprocess": staticmethod(_preprocess)}
+)
 
 
 def _ends(method: str, program: ExportedProgram) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
