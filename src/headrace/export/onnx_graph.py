@@ -141,7 +141,7 @@ def parts(model: Any, counts: Sequence[int]) -> list[Any]:
 
     made_by = {name: i for i, node in enumerate(model.graph.node) for name in node.output}
     found, start = [], 0
-    for count in counts:
+    for number, count in enumerate(counts):
         part = onnx.ModelProto()
         part.CopyFrom(model)
         wanted = {value.name for value in model.graph.output[start : start + count]}
@@ -156,7 +156,8 @@ def parts(model: Any, counts: Sequence[int]) -> list[Any]:
         for field, chosen in (
             ("node", [n for i, n in enumerate(model.graph.node) if i in kept]),
             ("output", list(model.graph.output[start : start + count])),
-            ("input", [v for v in model.graph.input if v.name in names]),
+            # All of the program's own, used or not.
+            ("input", [v for v in model.graph.input if v.name.startswith(f"p{number}_")]),
             ("initializer", [t for t in model.graph.initializer if t.name in names]),
             ("value_info", []),
         ):
@@ -233,7 +234,10 @@ def _operator(node: torch.fx.Node, kwargs: dict[str, Any]) -> tuple[Any, dict[st
     if namespace == "dim_order_ops":
         kwargs.pop("dim_order", None)
         name = name.removeprefix("_").replace("_dim_order", "").replace("to_copy", "_to_copy")
-    elif namespace == "aten" and name.endswith("_copy") and name != "_to_copy":
+    elif namespace == "aten" and name == "view_copy" and target._overloadname == "default":
+        # With views in the place of copies, a tensor may have strides that a view would not take.
+        name = "reshape"
+    elif namespace == "aten" and name.endswith("_copy") and name not in ("_to_copy", "as_strided_copy"):
         name = name.removesuffix("_copy")
     else:
         return target, kwargs
@@ -304,7 +308,13 @@ def to_onnx(program: ExportedProgram, precision: str | None = None) -> Any:
     plain = _plain(program, precision)
     try:
         with _quietly(), torch.no_grad():
-            made = torch.onnx.export(plain, dynamo=True, verbose=False, external_data=False)
+            made = torch.onnx.export(
+                plain,
+                dynamo=True,
+                verbose=False,
+                external_data=False,
+                input_names=list(program.graph_signature.user_inputs),
+            )
             model = made.model_proto
     except Exception as error:
         raise Untranslated(_words(error), _culprit(error)) from error

@@ -88,8 +88,15 @@ def provided(version: str, compute_capability: str = "") -> Iterator[None]:
         def __init__(self, module: Any, logger: Any) -> None:
             self.inner = testing.StandIn.Runtime(module, logger)
 
+            self.module = module
+
         def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
+            found = getattr(self.inner, name)
+            # TensorRT-RTX is asked before an engine is loaded.
+            return self._valid if name == "get_engine_validity" else found
+
+        def _valid(self, data: bytes, /) -> Any:
+            return self.module.EngineValidity.VALID, 0
 
         def deserialize_cuda_engine(self, data: bytes, /) -> Any:
             graph = Graph(bytes(data))

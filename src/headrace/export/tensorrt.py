@@ -267,7 +267,8 @@ def _preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec])
     try:
         model = onnx_graph.to_onnx(edge_program, lowering.claims.precision)
     except onnx_graph.Untranslated as error:
-        raise _refused(method, "PyTorch's ONNX exporter to translate", str(error), counted) from error
+        at = [nodes[error.node]] if error.node in nodes else counted
+        raise _refused(method, "PyTorch's ONNX exporter to translate", str(error), at) from error
     origins = onnx_graph.origins(model)
     graph = model.SerializeToString(deterministic=True)
     wanted = _bindings(inputs, results, model)
