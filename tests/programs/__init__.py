@@ -40,6 +40,7 @@ __all__ = [
     "CUDA",
     "CUDA_FEW",
     "CUDA_PINS",
+    "ENGINES",
     "PINS",
     "SPLIT",
     "STOCK",
@@ -322,6 +323,29 @@ TENSORRT_CUDA = Collection(
     which="cuda",
     pins=CUDA_PINS,
     listed=_for_tensorrt,
+)
+
+
+def _engines() -> list[str]:
+    from .export_engines import names
+
+    return names()
+
+
+# With real engines of TensorRT-RTX, which are read and not run.
+ENGINES = Collection(
+    "tests.programs.export_engines",
+    (
+        *(
+            HERE / f"{name}.py"
+            for name in ("aoti", "export", "export_engines", "exporting", "split", "steps")
+        ),
+        *sorted((ROOT / "src" / "headrace" / "export").glob("*.py")),
+        ROOT / "src" / "headrace" / "pte" / "tensorrt.py",
+    ),
+    package_folders,
+    pins={**PINS, "tensorrt_rtx_cu13_bindings": "1.7.1.116"},
+    listed=_engines,
 )
 
 

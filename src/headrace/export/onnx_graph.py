@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import logging
 import re
@@ -85,18 +86,20 @@ def alone(node: torch.fx.Node, program: ExportedProgram) -> ExportedProgram:
             if constant:
                 values[new.name] = _substitute(taken.meta["val"])
 
-    def copy(taken: torch.fx.Node) -> torch.fx.Node:
+    def copied_of(taken: torch.fx.Node) -> torch.fx.Node:
         if taken not in copied:
-            args, kwargs = (torch.fx.map_arg(part, copy) for part in (taken.args, taken.kwargs))
+            args, kwargs = (torch.fx.map_arg(part, copied_of) for part in (taken.args, taken.kwargs))
             target, kwargs = _operator(taken, dict(kwargs))
             copied[taken] = graph.create_node(taken.op, target, args, kwargs)
             copied[taken].meta["val"] = taken.meta.get("val")
         return copied[taken]
 
-    whole = copy(node)
+    whole = copied_of(node)
     results = [whole]
     if isinstance(node.meta.get("val"), (tuple, list)):
-        results = [copy(user) for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
+        results = [
+            copied_of(user) for user in node.users if getattr(user.target, "__name__", "") == "getitem"
+        ]
     graph.output(tuple(results))
     signature = ExportGraphSignature(
         specs, [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(r.name), None) for r in results]
@@ -217,9 +220,10 @@ def _plain(program: ExportedProgram, precision: str | None) -> ExportedProgram:
         new.meta["stack_trace"] = f'File "{ORIGIN}{node.name}", line 1, in forward\n    {node.name}'
     graph.output(torch.fx.map_arg(program.graph.output_node().args[0], lambda n: copied[n]))
     state, constants = dict(program.state_dict), dict(program.constants)
+    signature = copy.deepcopy(program.graph_signature)
     if precision is not None:
-        _reduce(graph, program.graph_signature, [state, constants], REDUCED[precision])
-    return _program(graph, program.graph_signature, state, constants, program.range_constraints)
+        _reduce(graph, signature, [state, constants], REDUCED[precision])
+    return _program(graph, signature, state, constants, program.range_constraints)
 
 
 def _operator(node: torch.fx.Node, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -258,6 +262,7 @@ def _reduce(
         **signature.inputs_to_lifted_tensor_constants,
     }
     cast = torch.ops.aten._to_copy.default
+    lowered: set[torch.fx.Node] = set()
     first = next(n for n in graph.nodes if n.op != "placeholder")
     for node in list(graph.nodes):
         value = node.meta.get("val")
@@ -271,6 +276,8 @@ def _reduce(
                 continue
             with graph.inserting_before(first):
                 lower = graph.call_function(cast, (node,), {"dtype": dtype})
+            lower.meta["val"] = value.to(dtype)
+            lowered.add(lower)
             node.replace_all_uses_with(lower, delete_user_cb=lambda user, made=lower: user is not made)
         elif node.op == "call_function":
             node.args, node.kwargs = (
@@ -281,12 +288,13 @@ def _reduce(
     results = []
     with graph.inserting_before(output):
         for node, spec in zip(output.args[0], signature.output_specs, strict=True):
-            value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
-            wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-            # A cast of an input, whose value is not known yet.
-            wide |= isinstance(node, torch.fx.Node) and node.kwargs.get("dtype") == dtype and value is None
-            made = graph.call_function(cast, (node,), {"dtype": torch.float32}) if wide else node
-            spec.arg = type(spec.arg)(made.name) if wide else spec.arg
+            value = node.meta["val"]
+            made = node
+            # Values in the graph say what was float32; in a new trace they are made anew.
+            if node in lowered or value.dtype == torch.float32:
+                made = graph.call_function(cast, (node,), {"dtype": torch.float32})
+                made.meta["val"] = value.to(torch.float32)
+                spec.arg = type(spec.arg)(made.name)
             results.append(made)
     output.args = (tuple(results),)
 

@@ -94,7 +94,12 @@ class TensorRTLowering(Lowering):
         if program is self._seen:
             return False
         self._seen = program
-        self.ranges = profiles.ranges(self.plan.method, program, self.claims.profiles)
+        if not self.ranges:
+            self.ranges = profiles.ranges(self.plan.method, program, self.claims.profiles)
+        else:
+            # A trace of a trace takes 2 for the least of what may be 1; the first program has the user's bounds.
+            (later,) = profiles.ranges(self.plan.method, program, ())
+            self.ranges = [{**later, **one} for one in self.ranges]
         return True
 
     def _refusal(self, node: torch.fx.Node, program: ExportedProgram) -> str | None:
