@@ -271,8 +271,10 @@ def _reduce(
             if node.name in fqns:
                 node.meta["val"] = value.to(dtype)
                 for store in stores:
-                    if fqns[node.name] in store:
-                        store[fqns[node.name]] = store[fqns[node.name]].detach().to(dtype)
+                    if (tensor := store.get(fqns[node.name])) is not None:
+                        narrow = tensor.detach().to(dtype)
+                        is_parameter = isinstance(tensor, torch.nn.Parameter)
+                        store[fqns[node.name]] = torch.nn.Parameter(narrow, False) if is_parameter else narrow
                 continue
             with graph.inserting_before(first):
                 lower = graph.call_function(cast, (node,), {"dtype": dtype})
