@@ -368,8 +368,9 @@ def _quietly() -> Iterator[None]:
     """Without the exporter's warnings, and with its list of operators kept: reading it takes most of an export's time."""
     from torch.onnx._internal.exporter import _registration
 
-    logger, registry = logging.getLogger("torch.onnx"), _registration.ONNXRegistry
-    level, read = logger.level, registry.__dict__["from_torchlib"]
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels, registry = [logger.level for logger in loggers], _registration.ONNXRegistry
+    read = registry.__dict__["from_torchlib"]
 
     def from_torchlib(cls: Any, *args: Any, **kwargs: Any) -> Any:
         asked = repr((args, sorted(kwargs.items())))
@@ -378,14 +379,16 @@ def _quietly() -> Iterator[None]:
         return _registries[asked]
 
     registry.from_torchlib = classmethod(from_torchlib)
-    logger.setLevel(logging.ERROR)
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         registry.from_torchlib = read
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 _registries: dict[str, Any] = {}

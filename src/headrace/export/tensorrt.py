@@ -213,9 +213,12 @@ def _settings(claims: TensorRT, plan: Plan, builder: engines.Builder) -> engines
 
 
 def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
-    values = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
-    flat = [v for value in values for v in (value if isinstance(value, (tuple, list)) else [value])]
-    return [v for v in flat if isinstance(v, torch.Tensor)]
+    """What it takes, and what is used of what it gives."""
+    value = node.meta.get("val")
+    several = isinstance(value, (tuple, list))
+    given = [n.meta.get("val") for n in node.users if n.target is builtin.getitem] if several else [value]
+    taken = [n.meta.get("val") for n in node.all_input_nodes]
+    return [v for v in (*given, *taken) if isinstance(v, torch.Tensor)]
 
 
 def _dtype(node: torch.fx.Node) -> str | None:
