@@ -94,7 +94,7 @@ def what_the_parser_refuses_falls_to_the_next(folder: Path) -> None:
     taken = {n.operator for n in split if n.delegate == "TensorRT"}
     assert {"aten.relu.default", "aten.tanh.default"} <= taken, taken
     for operator, words in (
-        ("aten._linalg_det.default", "TensorRT's parser: node__linalg_det (Det): UNSUPPORTED_NODE"),
+        ("aten.linalg_det.default", "(Det): UNSUPPORTED_NODE"),
         ("aten.erfinv.default", "PyTorch's ONNX exporter: No ONNX function found for"),
         ("aten.bitwise_and.Scalar", "(BitwiseAnd): UNSUPPORTED_NODE"),
         ("aten.scatter.src", "TensorRT's builder: IBuilder::buildSerializedNetwork: Error Code 4"),
@@ -102,7 +102,7 @@ def what_the_parser_refuses_falls_to_the_next(folder: Path) -> None:
         ("aten.rand_like.default", "random numbers"),
     ):
         found = [n for n in split if n.operator == operator and n.delegate == "StepsA"]
-        whys = [n.why for n in split if operator.partition(".")[2].partition(".")[0] in n.operator]
+        whys = [(n.operator, n.why) for n in split if n.delegate == "StepsA"]
         assert any("TensorRT: not supported: " in n.why and words in n.why for n in found), (operator, whys)
 
 
@@ -355,7 +355,7 @@ def profiles_that_do_not_fit_are_named(folder: Path) -> None:
 
 @case
 def an_engine_is_built_once(folder: Path) -> None:
-    """EX1: builders give other bytes each time; the cache gives the same, as long as nothing that decides has changed."""
+    """EX1: a builder may give other bytes each time; the cache gives the same, as long as nothing that decides changed."""
     import torch
 
     from headrace.export import engines
@@ -375,19 +375,15 @@ def an_engine_is_built_once(folder: Path) -> None:
     try:
         files = [exported(folder, model, x, [trt()], cache=cache).path.read_bytes() for _ in range(2)]
         assert files[0] == files[1] and len(built) == 1
-        anew = [exported(folder, model, x, [trt()], cache=False).path.read_bytes() for _ in range(2)]
-        assert len(built) == 3
-        # Why there is a cache: the same graph, built twice. Equal bytes would be good news, and end this line.
-        assert anew[0] != anew[1]
         for change in ({"tf32": True}, {"optimization_level": 1}, {"compute_capabilities": ["8.9"]}):
             exported(folder, model, x, [trt(**change)], cache=cache)
         exported(folder, module(run, weight=randn(4, 4) + 1), x, [trt()], cache=cache)
-        assert len(built) == 7
+        assert len(built) == 5
         (kept, *_) = sorted(cache.iterdir())
         for path in cache.iterdir():
             path.write_bytes(path.read_bytes()[:-40] + bytes(40))
         exported(folder, model, x, [trt()], cache=cache)
-        assert len(built) == 8 and kept.name.startswith("tensorrt-")
+        assert len(built) == 6 and kept.name.startswith("tensorrt-")
     finally:
         engines.Builder.build = really
 
@@ -464,7 +460,6 @@ def the_graph_is_the_islands(folder: Path) -> None:
         return a, a, x, output_1 + 1, a.sum(), self.weight
 
     weight, x, n = randn(4, 4), randn(2, 4), torch.arange(3)
-    program = _program(lambda self, x, output_1: run(self, x, output_1), x, n)
     model = module(run, weight=weight)
     program = torch.export.export(model, (x, n))
     made = onnx_graph.to_onnx(program)
@@ -576,9 +571,9 @@ def sizes_that_vary_and_state_are_verified(folder: Path) -> None:
 
     def run(self: Any, x: Any) -> Any:
         self.count.add_(1.0)
-        return (x * self.count).bfloat16() + self.half, torch.cumsum(x, 0)
+        return (x * self.count).bfloat16() + self.narrow, torch.cumsum(x, 0)
 
-    model = module(run, count=torch.zeros(1), half=randn(4).bfloat16())
+    model = module(run, count=torch.zeros(1), narrow=randn(4).bfloat16())
     made = exported(folder, model, (randn(3, 4),), [trt(), Xnnpack()], verify=verify())
     assert {n.delegate for n in made.split if n.operator.startswith("aten.add")} == {"TensorRT"}
     assert len(made.verification.deviations) == 2
