@@ -96,7 +96,7 @@ def what_the_parser_refuses_falls_to_the_next(folder: Path) -> None:
     for operator, words in (
         ("aten.linalg_det.default", "(Det): UNSUPPORTED_NODE"),
         ("aten.erfinv.default", "PyTorch's ONNX exporter: No ONNX function found for"),
-        ("aten.bitwise_and.Scalar", "(BitwiseAnd): UNSUPPORTED_NODE"),
+        ("aten.__and__.Scalar", "(BitwiseAnd): UNSUPPORTED_NODE"),
         ("aten.scatter.src", "TensorRT's builder: IBuilder::buildSerializedNetwork: Error Code 4"),
         ("aten.mul.Tensor", "TensorRT has no float64"),
         ("aten.rand_like.default", "random numbers"),

@@ -135,7 +135,7 @@ def test_the_command_refuses_what_it_does_not_know(tmp_path: Path) -> None:
         (["tests.programs.command:nothing"], "got no 'nothing'"),
         (
             ["tests.programs.command:make", "--delegate", "tensorflow"],
-            "expected aoti, xnnpack or python:NAME",
+            "expected aoti, xnnpack, tensorrt or python:NAME",
         ),
         (["tests.programs.command:make", "--delegate", "xnnpack:colour=red"], "got 'colour=red'"),
         (["tests.programs.command:make", "--delegate", "xnnpack:merge=maybe"], "got 'merge=maybe'"),

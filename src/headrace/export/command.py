@@ -11,11 +11,24 @@ from typing import Any
 
 from ..errors import ExportError, OptionError
 from . import Exported, export
-from .delegates import Aoti, Claims, Python, Xnnpack
+from .delegates import Aoti, Claims, Python, TensorRT, Xnnpack
 from .target import Target
 from .verification import Verify
 
 __all__ = ["add_arguments", "described", "run"]
+
+# TensorRT's options that a line can hold; profiles need the call, or the mapping.
+ENGINE = (
+    "builder",
+    "compute_capabilities",
+    "hardware_compatibility",
+    "version_compatible",
+    "precision",
+    "tf32",
+    "optimization_level",
+    "workspace_nbytes",
+    "weight_streaming",
+)
 
 
 def add_arguments(one: argparse.ArgumentParser) -> None:
@@ -31,8 +44,9 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
         default=[],
         dest="delegates",
         metavar="DELEGATE",
-        help="who takes what, in order; may be repeated: aoti, xnnpack, python:NAME, each with options behind a colon: "
-        "operators=aten.linear+aten.add,modules=layers.*,exclude=…,min_size=N,merge=no,module=… (default: aoti)",
+        help="who takes what, in order; may be repeated: aoti, xnnpack, tensorrt, python:NAME, each with options behind a "
+        "colon: operators=aten.linear+aten.add,modules=layers.*,exclude=…,min_size=N,merge=no,module=…; for tensorrt "
+        f"also {', '.join(ENGINE)} (default: aoti)",
     )
     one.add_argument("--target", default="host", help="what to compile for (default: host)")
     one.add_argument(
@@ -83,14 +97,23 @@ def _delegate(text: str) -> Claims:
     kinds: dict[str, Any] = {
         "aoti": Aoti,
         "xnnpack": Xnnpack,
+        "tensorrt": TensorRT,
         "python": Python,
     }
     if kind not in kinds:
-        raise OptionError(f"--delegate: expected aoti, xnnpack or python:NAME, got {text!r}")
+        raise OptionError(f"--delegate: expected aoti, xnnpack, tensorrt or python:NAME, got {text!r}")
     options: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, equals, value = item.partition("=")
-        known = ("operators", "modules", "exclude", "min_size", "merge", *(("module",) if name else ()))
+        known: tuple[str, ...] = (
+            "operators",
+            "modules",
+            "exclude",
+            "min_size",
+            "merge",
+            *(("module",) if name else ()),
+        )
+        known += ENGINE if kind == "tensorrt" else ()
         if not equals or key not in known:
             raise OptionError(f"--delegate {text!r}: expected {', '.join(known)} with a value, got {item!r}")
         try:
@@ -111,7 +134,19 @@ def _names(text: str) -> list[str]:
     return text.split("+")
 
 
-READ: dict[str, Callable[[str], Any]] = {"min_size": int, "merge": _yes, "module": str}
+READ: dict[str, Callable[[str], Any]] = {
+    "min_size": int,
+    "merge": _yes,
+    "module": str,
+    "builder": str,
+    "hardware_compatibility": str,
+    "version_compatible": _yes,
+    "precision": str,
+    "tf32": _yes,
+    "optimization_level": int,
+    "workspace_nbytes": int,
+    "weight_streaming": _yes,
+}
 
 
 def run(args: argparse.Namespace) -> Exported:
