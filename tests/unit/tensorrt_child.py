@@ -193,7 +193,7 @@ def a_builder_refuses_what_it_cannot_build_for(folder: Path) -> None:
     """EX6: a product of float32 on 7.5, by the builder's words; a capability that it lacks, by name."""
     import torch
 
-    from headrace.export import Xnnpack
+    from headrace.export import Aoti, Xnnpack
 
     def run(self: Any, x: Any) -> Any:
         return torch.relu(x @ self.weight)
@@ -211,6 +211,8 @@ def a_builder_refuses_what_it_cannot_build_for(folder: Path) -> None:
         )
     error = refused(folder, model, x, [trt()], device=None)
     said(error, "device: expected 'cuda:0' with TensorRT()")
+    error = refused(folder, model, x, [trt(), Aoti()])
+    said(error, "target: expected a GPU, such as 'cuda:sm_86', with TensorRT() and Aoti(), got 'host'")
     made = exported(folder, model, x, [trt()], target="cuda:sm_86+sm_89")
     (blob,) = blobs(made)
     assert blob.built.capabilities == ("8.6", "8.9") and b"accelerators={sm86 sm89 }" in bytes(blob.engine)

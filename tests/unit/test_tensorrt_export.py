@@ -239,6 +239,50 @@ def test_what_is_left_says_why() -> None:
     assert any("TensorRT: not supported: control flow" in why for *_, why in rows)
 
 
+AGAIN = """
+    import hashlib, sys, warnings
+    from tests.programs.exporting import without_run_time
+    without_run_time(sys.argv[2:])
+    warnings.simplefilter("ignore")
+    import headrace.export
+    from headrace.export import TensorRT, Xnnpack
+    from tests.programs.split import MODELS
+    lines = []
+    for name in ("shared_weight", "dynamic_batch"):
+        made = MODELS[name]()
+        path = f"{sys.argv[1]}/{name}.pte"
+        headrace.export.export(
+            made.methods["forward"].module.eval(), tuple(made.methods["forward"].calls[0]), path=path,
+            delegates=[TensorRT(builder="tensorrt_rtx", exclude=["aten.mul"]), Xnnpack()], verify=False,
+            cache=sys.argv[1] + "/../cache", progress=lines.append,
+            dynamic_shapes=made.options.get("dynamic_shapes"),
+        )
+        print(hashlib.sha256(open(path, "rb").read()).hexdigest())
+    print(sum("TensorRT, from the cache" in line for line in lines))
+"""
+
+
+def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
+    """EX1: in processes whose hashes differ and that share a cache: the ONNX graphs, which are its keys, are the same."""
+    answers = []
+    for seed in (1, 2):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        done = run_python(
+            AGAIN,
+            folder,
+            *programs.package_folders(),
+            environment={"PYTHONHASHSEED": str(seed)},
+            python=programs.export_python(),
+            timeout_s=1200,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        *hashes, kept = done.stdout.split()
+        answers.append((hashes, int(kept)))
+    assert answers[0][0] == answers[1][0] and len(set(answers[0][0])) == 2
+    assert answers[0][1] == 0 < answers[1][1]
+
+
 # -------------------- options
 
 

@@ -24,7 +24,20 @@ from torch.fx.passes.infra.pass_base import PassResult
 from .. import pte
 from ..errors import ExportError, HeadraceError, OptionError
 from ..pte import tensorrt
-from . import Claims, ExportDelegate, Exported, Plan, Split, Verification, Verify, aoti, payload, verify
+from . import (
+    Aoti,
+    Claims,
+    ExportDelegate,
+    Exported,
+    Plan,
+    Split,
+    TensorRT,
+    Verification,
+    Verify,
+    aoti,
+    payload,
+    verify,
+)
 from .cache import using
 from .partition import Method, partitioners
 from .progress import report, reporting
@@ -60,6 +73,12 @@ class Options:
                 isinstance(delegate, Claims) or hasattr(delegate, "partitioner")
             ):
                 raise OptionError(f"delegates: expected Aoti(), Xnnpack(), Python(…), …, got {delegate!r}")
+        kinds = {type(delegate) for delegate in self.delegates}
+        if {TensorRT, Aoti} <= kinds and self.target.kind == "host" and not self.stand_in:
+            raise OptionError(
+                "target: expected a GPU, such as 'cuda:sm_86', with TensorRT() and Aoti(), got 'host'; engines run on a GPU "
+                "alone, and code for the host does not"
+            )
 
 
 def write(
@@ -153,7 +172,9 @@ def _verified(
     engines = _engines(files[options.path])
 
     def run(
-        files: Mapping[Path, bytes], devices: Sequence[tuple[str, Any]], stand_in: str | None = None
+        files: Mapping[Path, bytes],
+        devices: Sequence[tuple[str, Any]],
+        stand_in: Mapping[str, str] | None = None,
     ) -> tuple[Verification, Any]:
         return verify.run(
             options.verify or Verify(),
@@ -191,8 +212,8 @@ def _verified(
                 f"{name}, {where}: expected the stand-in to have the engine's bindings, got others; report this with the "
                 "model"
             )
-    version = engines[0][1].built.version if engines and engines[0][1].built else None
-    said = run(twin, verify.HOST, version)[0]
+    versions = {real.built.runtime: real.built.version for _, real in engines if real.built}
+    said = run(twin, verify.HOST, versions)[0]
     checked = "structure, constants and plan of the program were checked, and the same split was"
     note = f"not run as it is ({why}): {checked} compiled for the host and run"
     if engines:

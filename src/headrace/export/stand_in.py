@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["RUNTIMES", "evaluated", "provided"]
+__all__ = ["Graph", "evaluated", "provided"]
 
-# The modules that the run time would look for.
-RUNTIMES = ("tensorrt", "tensorrt_rtx")
 # The one operation of such an engine: a result of a whole graph.
 OPERATION = "onnx"
 
@@ -76,8 +74,9 @@ def evaluated(data: bytes, inputs: Mapping[str, Any]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def provided(version: str, compute_capability: str = "") -> Iterator[None]:
-    """Until the end of the block, programs that are loaded take the bytes of TensorRT's engines for ONNX graphs."""
+def provided(versions: Mapping[str, str]) -> Iterator[None]:
+    """Until the end of the block, programs that are loaded take the bytes of TensorRT's engines for ONNX graphs.
+    ``versions``: of each run time that their payloads name."""
     testing: Any = importlib.import_module("headrace.testing.tensorrt")
     graphs: list[Graph] = []
 
@@ -120,7 +119,7 @@ def provided(version: str, compute_capability: str = "") -> Iterator[None]:
                         for i, (name, _, _) in enumerate(graph.outputs)
                     ],
                     profiles=[free],
-                    version=version,
+                    version=self.module.__version__,
                 )
             )
 
@@ -132,8 +131,8 @@ def provided(version: str, compute_capability: str = "") -> Iterator[None]:
     testing.OPS[OPERATION] = result
     try:
         with contextlib.ExitStack() as stack:
-            for kind in RUNTIMES:
-                stack.enter_context(testing.stand_in(kind, Module(kind, version, compute_capability)))
+            for kind, version in versions.items():
+                stack.enter_context(testing.stand_in(kind, Module(kind, version)))
             yield
     finally:
         if before is None:

@@ -187,12 +187,12 @@ def run(
     resident: bool,
     ordered: bool,
     modules: Sequence[str],
-    stand_in: str | None = None,
+    stand_in: Mapping[str, str] | None = None,
     may_lack: Sequence[str] = (),
 ) -> tuple[Verification, dict[str, str]]:
     """Load ``files`` (the program first) in a fresh process, on each device, run every call and compare. ``ordered``:
     islands touch a device's memory, so the order of their accesses is checked on a simulated one. ``stand_in``: engines
-    of TensorRT's are ONNX graphs in this program, and this is the version that they say. ``may_lack``: delegates that
+    of TensorRT's are ONNX graphs in this program, and these are the run times that they say, with their versions. ``may_lack``: delegates that
     may be unavailable here, which counts as a device that is.
 
     The answer, and for each device that is not here why not. Raises ExportError, naming the output and the largest
@@ -224,7 +224,7 @@ def run(
             "resident": resident,
             "ordered": ordered,
             "calls": asked,
-            "stand_in": stand_in,
+            "stand_in": dict(stand_in or {}),
             "may_lack": list(may_lack),
         }
         (folder / "ask.json").write_text(json.dumps(ask))
