@@ -377,6 +377,40 @@ def test_the_stand_in_computes_the_graph() -> None:
         assert second.tolist() == [n, 2]
 
 
+@pytest.mark.parametrize("may_lack", [[], ["XnnpackBackend"], ["TensorRTBackend"]])
+def test_engines_that_cannot_run_here_are_no_failure_where_that_is_said(
+    may_lack: list[str], tmp_path: Path
+) -> None:
+    """EX4: a device with no run time for an engine, or that TensorRT does not support, counts as one that is not there;
+    nothing else that is missing does."""
+    ask = {
+        "program": str(programs.ENGINES.load("branches").path),
+        "data": [],
+        "imports": [],
+        "devices": [["cpu", None]],
+        "resident": False,
+        "ordered": False,
+        "calls": [],
+        "stand_in": {},
+        "may_lack": may_lack,
+    }
+    (tmp_path / "ask.json").write_text(json.dumps(ask))
+    np.savez(tmp_path / "inputs.npz")
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace.export.verify_process", str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads((tmp_path / "answer.json").read_text())
+    assert answer["torch"] is False
+    if may_lack == ["TensorRTBackend"]:
+        (run,) = answer["runs"]
+        assert "TensorRTBackend" in run["unavailable"] and "error" not in answer
+    else:
+        assert answer["error"]["kind"] == "DelegateUnavailable" and not answer["runs"]
+
+
 def test_a_builder_is_asked_for_by_name() -> None:
     """OP3: in an environment that has none: what there is to install."""
     code = """
