@@ -145,8 +145,10 @@ def parts(model: Any, counts: Sequence[int]) -> list[Any]:
     made_by = {name: i for i, node in enumerate(model.graph.node) for name in node.output}
     found, start = [], 0
     for number, count in enumerate(counts):
-        part = onnx.ModelProto()
-        part.CopyFrom(model)
+        # Without the weights of all the others.
+        part = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+        part.functions.extend(model.functions)
+        part.graph.name = model.graph.name
         wanted = {value.name for value in model.graph.output[start : start + count]}
         kept: set[int] = set()
         left = list(wanted)
@@ -162,9 +164,7 @@ def parts(model: Any, counts: Sequence[int]) -> list[Any]:
             # All of the program's own, used or not.
             ("input", [v for v in model.graph.input if v.name.startswith(f"p{number}_")]),
             ("initializer", [t for t in model.graph.initializer if t.name in names]),
-            ("value_info", []),
         ):
-            part.graph.ClearField(field)
             getattr(part.graph, field).extend(chosen)
         found.append(part)
         start += count

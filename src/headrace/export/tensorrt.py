@@ -62,6 +62,8 @@ class TensorRTLowering(Lowering):
         self.settings = _settings(claims, plan, self.builder)
         self.ranges: list[profiles.Ranges] = []
         self._seen: ExportedProgram | None = None
+        # For each node the key of what was asked, or why nothing was.
+        self._asked: dict[torch.fx.Node, str] = {}
         self.key = str(next(_numbers))
         _lowerings[self.key] = self
 
@@ -94,6 +96,7 @@ class TensorRTLowering(Lowering):
         if program is self._seen:
             return False
         self._seen = program
+        self._asked.clear()
         if not self.ranges:
             self.ranges = profiles.ranges(self.plan.method, program, self.claims.profiles)
         else:
@@ -104,13 +107,10 @@ class TensorRTLowering(Lowering):
 
     def _refusal(self, node: torch.fx.Node, program: ExportedProgram) -> str | None:
         """Why the operator alone cannot be taken, in the words of whoever refuses it."""
-        found = self._single(node, program)
-        if isinstance(found, str):
-            return found
-        asked = self._key(found)
-        if asked not in _refusals:
+        if node not in self._asked:
             self._try([node], program)
-        return _refusals[asked]
+        key = self._asked[node]
+        return _refusals.get(key, key)
 
     def _single(self, node: torch.fx.Node, program: ExportedProgram) -> ExportedProgram | str:
         """The operator alone; or why it is not even asked about."""
@@ -143,8 +143,14 @@ class TensorRTLowering(Lowering):
         goes into the first steps of an export, whatever its size; then each by the parser alone."""
         asked: dict[str, ExportedProgram] = {}
         for node in nodes:
-            single = None if node.target is builtin.getitem else self._single(node, program)
-            if isinstance(single, ExportedProgram) and (key := self._key(single)) not in _refusals:
+            if node in self._asked or node.target is builtin.getitem:
+                continue
+            single = self._single(node, program)
+            if isinstance(single, str):
+                self._asked[node] = single
+                continue
+            key = self._asked[node] = self._key(single)
+            if key not in _refusals:
                 asked[key] = single
         while asked:
             keys = list(asked)
