@@ -2,7 +2,8 @@
 #pragma once
 
 #include <Python.h>
-#include <cxxabi.h>
+
+#include <exception>
 
 #include "program/exit.h"
 
@@ -11,12 +12,15 @@ namespace headrace {
 // Calls a CPython function that waits for the GIL. Once the interpreter ends, CPython (before 3.14) ends
 // the waiting thread in there by pthread_exit, whose unwinding would meet a noexcept frame, nanobind's or
 // ours, and end the process by std::terminate. Such a thread has nothing left to do: it is parked instead.
-// (What pthread_exit unwinds with has no object: the reference is bound to nothing, and never looked at.)
+// What pthread_exit unwinds with is no object: nothing can be bound to it (abi::__forced_unwind), and it is
+// no std::exception, as everything is that is thrown in there otherwise.
 template <class Wait>
-[[gnu::no_sanitize("null")]] void wait_for_gil(Wait wait) {
+void wait_for_gil(Wait wait) {
   try {
     wait();
-  } catch (abi::__forced_unwind&) {
+  } catch (const std::exception&) {
+    throw;
+  } catch (...) {
     park();
   }
 }

@@ -1,46 +1,20 @@
 """What the tests of export ask of a process that has torch: each function below is one case.
 
-::
-
-    python -m tests.unit.export_child FOLDER PACKAGE…
-
-Prints a JSON object: for each case "" or what went wrong. What tests.programs exports is there before; what is compiled
-here is small.
+See ``cases.py``. What tests.programs exports is there before; what is compiled here is small.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CASES: dict[str, Callable[[Path], None]] = {}
+from .cases import Cases
 
-
-def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
-    CASES[function.__name__] = function
-    return function
-
-
-def main(folder: Path, packages: list[str]) -> None:
-    from tests.programs.exporting import without_run_time
-
-    without_run_time(packages)
-    warnings.simplefilter("ignore")
-    results = {}
-    for name, function in CASES.items():
-        try:
-            function(folder)
-            results[name] = ""
-        except BaseException:
-            results[name] = traceback.format_exc()[-3000:]
-    print(json.dumps(results))
+case = Cases()
 
 
 # -------------------- decompositions against eager PyTorch
@@ -751,4 +725,4 @@ def products_and_attention_for_a_gpu(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    case.main()

@@ -1,47 +1,20 @@
 """What the tests of splitting ask of a process that has torch: each function below is one case.
 
-::
-
-    python -m tests.unit.split_child FOLDER PYTHON PACKAGE…
-
-``PYTHON`` has the run time. Prints a JSON object: for each case "" or what went wrong.
+See ``cases.py``; its last argument is an interpreter that has the run time.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CASES: dict[str, Callable[[Path], None]] = {}
-RUN_TIME: list[str] = []
+from .cases import Cases
 
-
-def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
-    CASES[function.__name__] = function
-    return function
-
-
-def main(folder: Path, python: str, packages: list[str]) -> None:
-    from tests.programs.exporting import without_run_time
-
-    without_run_time(packages)
-    RUN_TIME[:] = [python]
-    warnings.simplefilter("ignore")
-    results = {}
-    for name, function in CASES.items():
-        there = folder / name
-        there.mkdir()
-        try:
-            function(there)
-            results[name] = ""
-        except BaseException:
-            results[name] = traceback.format_exc()[-3000:]
-    print(json.dumps(results))
+case = Cases()
+# The interpreter that has the run time.
+RUN_TIME = sys.argv[-1:]
 
 
 def module(function: Callable[..., Any], **members: Any) -> Any:
@@ -574,4 +547,4 @@ def what_comes_from_the_cache_is_what_was_compiled(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    case.main()

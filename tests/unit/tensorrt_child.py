@@ -1,49 +1,19 @@
 """What the tests of TensorRT at export ask of a process that has torch and TensorRT-RTX: each function below is one case.
 
-::
-
-    python -m tests.unit.tensorrt_child FOLDER PYTHON PACKAGE…
-
-``PYTHON`` has the run time. Prints a JSON object: for each case "" or what went wrong. Engines are really built, and none
-is run: TensorRT-RTX needs no GPU to build.
+See ``cases.py``; its last argument is an interpreter that has the run time. Engines are really built, and none is run:
+TensorRT-RTX needs no GPU to build.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .split_child import RUN_TIME, exported, module, randn, refused, said, verify, who
+from .cases import Cases
+from .split_child import exported, module, randn, refused, said, verify, who
 
-CASES: dict[str, Callable[[Path], None]] = {}
-
-
-def case(function: Callable[[Path], None]) -> Callable[[Path], None]:
-    CASES[function.__name__] = function
-    return function
-
-
-def main(folder: Path, python: str, packages: list[str]) -> None:
-    from tests.programs.exporting import without_run_time
-
-    without_run_time(packages)
-    RUN_TIME[:] = [python]
-    warnings.simplefilter("ignore")
-    results = {}
-    for name, function in CASES.items():
-        there = folder / name
-        there.mkdir()
-        try:
-            function(there)
-            results[name] = ""
-        except BaseException:
-            results[name] = traceback.format_exc()[-3000:]
-    print(json.dumps(results))
+case = Cases()
 
 
 def trt(**options: Any) -> Any:
@@ -607,4 +577,4 @@ def a_vision_model_and_a_transformer_over_tensorrt_and_aotinductor(folder: Path)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    case.main()

@@ -25,10 +25,9 @@ from headrace.export.target import ARCHITECTURES, SHIMS
 from headrace.pte import fatbin
 from tests import programs
 from tests.conftest import run_python, succeeded
+from tests.unit import cases
 
-CASES = re.findall(
-    r"^@case\ndef (\w+)", (Path(__file__).parent / "export_child.py").read_text(), re.MULTILINE
-)
+CASES = cases.named("tests.unit.export_child")
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +35,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each case of export_child.py said, in one process with torch."""
     programs.AOTI.ensure()
     programs.CUDA_FEW.ensure()
-    folder = tmp_path_factory.mktemp("export")
-    command = [programs.export_python(), "-m", "tests.unit.export_child", str(folder)]
-    done = subprocess.run(
-        [*command, *programs.package_folders()], cwd=programs.ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return cases.ran("tests.unit.export_child", tmp_path_factory.mktemp("export"))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_in_a_process_with_torch(case: str, results: dict[str, str]) -> None:
     """EX1, EX6: the case of export_child.py; refusals name the node, its shapes and its source line."""
     assert results[case] == ""
-    assert set(results) == set(CASES)
 
 
 # -------------------- what is written

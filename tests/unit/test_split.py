@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
-import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -18,29 +17,22 @@ from headrace.export import Split, SplitNode, cache, plot
 from tests import programs
 from tests.conftest import run_python
 from tests.programs.with_run_time import interpreter
+from tests.unit import cases
 
-CASES = re.findall(r"^@case\ndef (\w+)", (Path(__file__).parent / "split_child.py").read_text(), re.MULTILINE)
+CASES = cases.named("tests.unit.split_child")
 PACKAGE = Path(cache.__file__).parent
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each case of split_child.py said, in one process with torch."""
-    folder = tmp_path_factory.mktemp("split")
-    command = [programs.export_python(), "-m", "tests.unit.split_child", str(folder), sys.executable]
-    done = subprocess.run(
-        [*command, *programs.package_folders()], cwd=programs.ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return cases.ran("tests.unit.split_child", tmp_path_factory.mktemp("split"), sys.executable)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_in_a_process_with_torch(case: str, results: dict[str, str]) -> None:
     """EX1, EX3, EX4, EX5, EX6, OP3, OP4, DM1: the case of split_child.py."""
     assert results[case] == ""
-    assert set(results) == set(CASES)
 
 
 def test_kernels_are_the_engines() -> None:

@@ -25,30 +25,21 @@ from headrace.export import Profile, TensorRT, engines, stand_in
 from headrace.pte import tensorrt
 from tests import programs
 from tests.conftest import run_python
+from tests.unit import cases
 
-CASES = re.findall(
-    r"^@case\ndef (\w+)", (Path(__file__).parent / "tensorrt_child.py").read_text(), re.MULTILINE
-)
+CASES = cases.named("tests.unit.tensorrt_child")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each case of tensorrt_child.py said, in one process with torch."""
-    folder = tmp_path_factory.mktemp("tensorrt")
-    command = [programs.export_python(), "-m", "tests.unit.tensorrt_child", str(folder), sys.executable]
-    done = subprocess.run(
-        [*command, *programs.package_folders()], cwd=programs.ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return cases.ran("tests.unit.tensorrt_child", tmp_path_factory.mktemp("tensorrt"), sys.executable)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_in_a_process_with_torch(case: str, results: dict[str, str]) -> None:
     """EX1, EX4, EX5, EX6, OP2, OP3: the case of tensorrt_child.py."""
     assert results[case] == ""
-    assert set(results) == set(CASES)
 
 
 # -------------------- payloads, by their format
