@@ -352,6 +352,7 @@ class Flow {
     const std::string& name = m_.operators[static_cast<size_t>(in.target)];
     check_device(in, *s);
     written_.clear();
+    planned_.clear();
     for (size_t a = 0; a < s->parameters.size(); ++a) {
       char kind = s->parameters[a].kind;
       if (kind == 'w') check_written(in.args[a], a, !s->in_place, is_view(in));
@@ -361,7 +362,9 @@ class Flow {
       if (kind == 'd' || kind == 'm') check_code(kind, a, in.args[a]);
     }
     if (name == "aten::sym_size.int") check_dimension(in);
-    if (written_.empty() || s->in_place) return;
+    if (written_.empty()) return;
+    check_apart(in, *s);
+    if (s->in_place) return;
     // A kernel that writes to what it reads may find its sizes changed in its middle.
     std::sort(written_.begin(), written_.end());
     if (std::adjacent_find(written_.begin(), written_.end()) != written_.end()) {
@@ -406,11 +409,37 @@ class Flow {
     }
   }
 
+  // Whether two tensors are planned into the same bytes.
+  static bool meet(const TensorPlan& a, const TensorPlan& b) {
+    return a.storage == Storage::kPlanned && b.storage == Storage::kPlanned && a.memory_id == b.memory_id &&
+           a.nbytes != 0 && b.nbytes != 0 && a.memory_offset < b.memory_offset + b.nbytes &&
+           b.memory_offset < a.memory_offset + a.nbytes;
+  }
+
+  // What a kernel writes lies apart from everything else that it is given: it would copy memory over itself.
+  void check_apart(const Instruction& in, const Signature& s) {
+    for (auto [v, argument] : planned_) {
+      auto apart = [&](int32_t other, size_t a) {
+        const TensorPlan* t = other < 0 || other == v ? nullptr : m_.tensor_of(other);
+        if (t != nullptr && meet(*m_.tensor_of(v), *t))
+          fail_argument(a, "planned memory that the kernel does not write as well", other,
+                        "that of argument " + std::to_string(argument));
+      };
+      for (size_t a = 0; a < s.parameters.size(); ++a) {
+        const ValuePlan& other = value(in.args[a]);
+        if (other.kind == ValueKind::kTensor) apart(in.args[a], a);
+        if (other.kind != ValueKind::kTensorList && other.kind != ValueKind::kOptionalTensorList) continue;
+        for (int32_t item : other.items) apart(item, a);
+      }
+    }
+  }
+
   void check_written(int32_t v, size_t argument, bool resized, bool view) {
     if (m_.tensor_of(v) == nullptr) return;  // an absent optional
     size_t r = root(v);
     written_.push_back(r);
     if (view) return;  // takes over another tensor's memory, writes nothing
+    planned_.emplace_back(v, argument);
     if (class_constant_[r] != 0) fail_argument(argument, "a tensor that may be written", v, "a constant");
     if (resized && class_short_[r] != 0) {
       fail_argument(argument, "a tensor with memory for the largest shape that it may take", v,
@@ -609,7 +638,9 @@ class Flow {
   std::vector<int32_t> tracked_;  // by value: its place in a State, or -1
   std::vector<Kinds> declared_;   // by place
   std::vector<int32_t> freed_, moved_;
-  std::vector<size_t> written_;
+  std::vector<size_t> written_;  // of one instruction: roots
+  std::vector<std::pair<int32_t, size_t>>
+      planned_;  // of one instruction: values, and the arguments that they are
   std::vector<char> class_constant_, class_short_;  // by root
 };
 

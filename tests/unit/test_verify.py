@@ -514,6 +514,15 @@ def test_name_that_is_not_text(byte: int) -> None:
     refused(bytes(data), "method name: expected UTF-8 without control characters|method 0")
 
 
+def test_kernel_whose_result_lies_in_its_input() -> None:
+    """It would copy memory over itself; found under AddressSanitizer in a kernel that slices."""
+    place = "Program.execution_plan[0].values[11].val<Tensor>.allocation_info.memory_offset_low"
+    refused(
+        patched("bfloat16", {place: 128}),
+        "expected planned memory that the kernel does not write as well, got value .*that of argument",
+    )
+
+
 # ---- XNNPACK's payload
 
 
