@@ -2,8 +2,8 @@
 
 ::
 
-    python -m benchmarks [startup] [calls] [islands] [record] [graphs] [lanes] [--ours-python P] [--stock-python P] [--rounds N]
-        [--check]
+    python -m benchmarks [startup] [calls] [islands] [record] [graphs] [lanes] [aoti] [--ours-python P] [--stock-python P]
+        [--rounds N] [--check]
 
 ``startup``: process start to first answer, import, resident memory; a fresh process each time.
 ``calls``: the cost of one call, from Python, inputs and outputs on the host.
@@ -11,6 +11,7 @@
 ``record``: what `headrace.record()` adds to a call, of ours alone: see ``record.py``.
 ``lanes``: a small program beside a loud neighbour, in lanes and without them, where a GPU is: see ``lanes.py``.
 ``graphs``: a replay beside the driver and PyTorch, where a GPU is: see ``graphs.py``.
+``aoti``: AOTInductor's islands and models beside the driver and PyTorch, where a GPU is: see ``aoti.py``.
 
 The two runtimes run in turn, each in a process of its own, and in changing order. Of a startup the median
 over the rounds is reported, and the ratio of medians, ours to stock's. A call is measured in samples of 20 ms,
@@ -36,7 +37,7 @@ from typing import Any
 
 from tests import programs
 
-from . import graphs, islands, lanes, record
+from . import aoti, graphs, islands, lanes, record
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).resolve().parent / "worker.py"
@@ -49,7 +50,9 @@ CALL_PROGRAMS = ("add", "mlp_portable", "mlp_xnnpack", "cnn_portable", "cnn_xnnp
 GOALS = {"startup": {"answer_s": 1 / 20}, "calls": {"add": 1 / 2}}
 PARTS = (*GOALS, "islands")
 # Those that are measured in this process.
-HERE: dict[str, Any] = {"record": record, "graphs": graphs, "lanes": lanes}
+HERE: dict[str, Any] = {"record": record, "graphs": graphs, "lanes": lanes, "aoti": aoti}
+# Why a part cannot be measured here.
+NEEDS = {"graphs": graphs.available, "lanes": graphs.available, "aoti": aoti.available}
 
 
 def machine() -> dict[str, Any]:
@@ -242,7 +245,7 @@ def main() -> int:
     pythons = {"ours": arguments.ours_python, "stock": arguments.stock_python}
     missed = False
     for what in arguments.what or (*PARTS, *HERE):
-        if what in ("graphs", "lanes") and (why := graphs.available()):
+        if (ask := NEEDS.get(what)) and (why := ask()):
             print(f"{what}: not measured: {why}", flush=True)
             missed |= what in arguments.what
             continue

@@ -146,7 +146,7 @@ NB_MODULE(_core, m) {
            [](const Method& self) {
              nb::list out;
              for (const IslandInfo& i : self.islands()) {
-               out.append(nb::make_tuple(i.index, text_of(i.delegate), i.payload_nbytes, i.num_args));
+               out.append(nb::make_tuple(i.instruction, text_of(i.delegate), i.payload_nbytes, i.num_args));
              }
              return out;
            })

@@ -50,9 +50,9 @@ class ValueInfo:
 
 @dataclass(frozen=True)
 class Island:
-    """One delegate call: its position in the instruction list, the delegate's name, the payload's size."""
+    """One delegate call: its position in the instruction list, the delegate's name, the payload's size in bytes."""
 
-    index: int
+    instruction: int
     delegate: str
     payload_nbytes: int
 

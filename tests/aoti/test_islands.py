@@ -111,7 +111,7 @@ def test_a_library_s_own_check_is_a_typed_error_and_the_next_call_is_right(kind:
                 except headrace.DelegateError as error:
                     assert error.delegate == "CudaBackend" and error.method == "forward"
                     assert "index out of bounds" in str(error)
-                    assert f"instruction {loaded['forward'].islands[0].index}" in str(error)
+                    assert f"instruction {loaded['forward'].islands[0].instruction}" in str(error)
                 else:
                     raise AssertionError("not refused")
                 check(program, loaded)

@@ -33,7 +33,7 @@ def test_load_is_told_whose_it_is(devices: Devices) -> None:
             assert len(told) == 2
             for kind, context in told:
                 assert kind is bytes and context.method == "forward"
-                assert context.island == islands[0].index and context.num_inputs == 2
+                assert context.island == islands[0].instruction and context.num_inputs == 2
                 assert context.device is device
                 assert dict(context.options) == {"speed": 3, "fast": True, "mode": "warm"}
                 assert context.options["fast"] is True

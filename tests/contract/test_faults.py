@@ -209,7 +209,7 @@ def test_what_run_raises_is_the_cause_of_a_delegate_error(
                 assert caught.value.__cause__ is error
                 assert (caught.value.delegate, caught.value.method) == ("TestB", "forward")
                 (island,) = (i for i in loaded["forward"].islands if i.delegate == "TestB")
-                assert caught.value.island == island.index
+                assert caught.value.island == island.instruction
                 classes["TestB"].on_run = None
                 assert program.right(loaded["forward"](*program.inputs(), stream=how))
 

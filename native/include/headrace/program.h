@@ -121,7 +121,7 @@ struct ValueInfo {
 
 // One delegate call of a method, in the order of its instructions.
 struct IslandInfo {
-  int index = 0;  // position in the instruction list
+  int instruction = 0;  // its position in the instruction list
   std::string delegate;
   size_t payload_nbytes = 0;
   int num_args = 0;

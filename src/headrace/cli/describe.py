@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .. import aoti, doctor, pte, sdk
-from ..pte import fatbin
+from ..delegate import nvinfer
+from ..pte import fatbin, tensorrt
 from .printing import OK, print_json
 
 __all__ = ["print_diagnosis", "print_file", "print_sdk"]
@@ -52,9 +53,18 @@ def print_file(args: argparse.Namespace) -> int:
         return _inspect_data(args)
     file = pte.read(args.file)
     islands = aoti.read(args.file) if aoti.DELEGATE in file.delegates else ()
+    engines = tensorrt.islands(args.file) if tensorrt.DELEGATE in file.delegates else ()
     if args.json:
         libraries = [{**asdict(i), "gpu_code": _gpu_code(args.file, i)} for i in islands]
-        print_json("inspect", {"file": args.file, "program": asdict(file), "aoti": libraries})
+        print_json(
+            "inspect",
+            {
+                "file": args.file,
+                "program": asdict(file),
+                "aoti": libraries,
+                "tensorrt": [_engine(e) for e in engines],
+            },
+        )
         return OK
     for method in file.methods:
         print(f"method {method.name}")
@@ -72,6 +82,9 @@ def print_file(args: argparse.Namespace) -> int:
         for one in islands:
             if one.method == method.name:
                 _print_aoti(args.file, one)
+        for engine in engines:
+            if engine.method == method.name:
+                _print_engine(engine)
     if file.named_data:
         print(f"named data: {len(file.named_data)} entries")
     if keys := sorted({t.key for t in file.external}):
@@ -115,6 +128,45 @@ def _print_aoti(path: str, island: aoti.Island) -> None:
     print(f"    calls {len(island.shims)} functions of headrace's: {', '.join(island.shims)}")
     for line in island.missing:
         print(f"    missing here: {line}")
+
+
+def _engine(engine: tensorrt.Engine) -> dict[str, object]:
+    """For JSON: what the payload says, with the engine's size in the place of its bytes."""
+    blob = engine.blob
+    return {
+        "method": engine.method,
+        "instruction": engine.instruction,
+        "engine_nbytes": len(blob.engine),
+        "built": asdict(blob.built) if blob.built else None,
+        "hardware_compatible": blob.hardware_compatible,
+        "target_platform": blob.target_platform,
+        "bindings": [asdict(b) for b in blob.bindings],
+        "aliased": [asdict(a) for a in blob.aliased],
+        "fitting": [asdict(i) for i in nvinfer.fitting(blob)[0]],
+    }
+
+
+def _print_engine(engine: tensorrt.Engine) -> None:
+    blob = engine.blob
+    print(
+        f"  TensorRT engine of instruction {engine.instruction}: built for {nvinfer.built_for(blob)}, {len(blob.engine)} bytes"
+    )
+    for role, bindings in (("input", blob.inputs), ("output", blob.outputs)):
+        for binding in bindings:
+            shape = (
+                f"{binding.dtype}[{', '.join(map(str, binding.shape))}]"
+                if binding.dtype
+                else "as the engine says"
+            )
+            over = next(
+                (a.input for a in blob.aliased if not binding.is_input and a.output == binding.name), None
+            )
+            print(f"    {role} {binding.name}: {shape}" + (f", written over {over}" if over else ""))
+    here, advice = nvinfer.fitting(blob)
+    for one in here:
+        print(f"    may be read here by {one.module} {one.version}, on a GPU that it was built for")
+    if advice:
+        print(f"    missing here: {advice}")
 
 
 def _inspect_data(args: argparse.Namespace) -> int:

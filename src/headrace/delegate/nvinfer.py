@@ -326,7 +326,8 @@ def _fitting(blob: Blob, wanted: str) -> tuple[str, ...]:
     return ("tensorrt_rtx",) if bytes(blob.engine[:4]) == b"vtrt" else ("tensorrt", "tensorrt_lean")
 
 
-def _built_for(blob: Blob) -> str:
+def built_for(blob: Blob) -> str:
+    """What a payload says of its builder and of the GPUs that it was built for."""
     built = blob.built
     if built is None:
         said = "a TensorRT that the program does not name"
@@ -340,6 +341,15 @@ def _built_for(blob: Blob) -> str:
     if blob.target_platform:
         said += f", {blob.target_platform}"
     return said + (", hardware-compatible" if blob.hardware_compatible else "")
+
+
+def fitting(blob: Blob) -> tuple[tuple[Installed, ...], str]:
+    """The installed run times that may read a payload's engine, and what to do where there are none; asks no GPU.
+
+    Raises ProgramError where the payload names a builder that is unknown."""
+    kinds = _fitting(blob, "")
+    here = tuple(i for i in installed() if i.kind in kinds and i.version)
+    return here, "" if here else _advice(blob, kinds)
 
 
 def _capability(device: Any, module: Any) -> str:
@@ -387,7 +397,7 @@ def load_engine(blob: Blob, device: Any, wanted: str = "") -> Loaded:
             f"expected a GPU, for TensorRT's engines run nowhere else, got {device.name}; load it with "
             'device="cuda:0" on a machine with an NVIDIA GPU, or try the program with headrace.testing.tensorrt'
         )
-    built = _built_for(blob)
+    built = built_for(blob)
     found, tried = [], []
     for kind in kinds:
         module, problem = _module(kind)

@@ -25,8 +25,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn, cast
 
 from ..errors import ProgramError
+from . import read as read_program
+from .table import Source, opened
 
 __all__ = [
+    "DELEGATE",
     "DTYPES",
     "KINDS",
     "MAGIC",
@@ -35,10 +38,13 @@ __all__ = [
     "Binding",
     "Blob",
     "Built",
+    "Engine",
+    "islands",
     "read",
     "write",
 ]
 
+DELEGATE = "TensorRTBackend"
 MAGIC = b"TR01"
 MAGIC_ALIASED = b"TR02"
 KINDS = ("kv_cache_update", "user")
@@ -177,6 +183,36 @@ def read(data: bytes | bytearray | memoryview) -> Blob:
     if magic == MAGIC_ALIASED and not blob.aliased:
         _fail(f"aliases, for the magic is {magic!r}", "none")
     return blob
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An island of a program: the method, the position of its call in the instructions, its payload."""
+
+    method: str
+    instruction: int
+    blob: Blob
+
+
+def islands(source: Source) -> tuple[Engine, ...]:
+    """TensorRT's islands in the program at the path ``source``, or in the bytes ``source``, in order.
+
+    Raises ProgramError if the program cannot be read, or a payload in it is not understood.
+    """
+    file = read_program(source)
+    found = []
+    for method in file.methods:
+        for island in method.islands:
+            if island.delegate != DELEGATE:
+                continue
+            with opened(source) as stream:
+                payload = stream.read(island.payload_offset, island.payload_nbytes)
+            try:
+                found.append(Engine(method.name, island.instruction, read(payload)))
+            except ProgramError as error:
+                where = f"{file.source}, method {method.name!r}, instruction {island.instruction}"
+                raise ProgramError(f"{where}, delegate '{DELEGATE}': {error}") from None
+    return tuple(found)
 
 
 def write(
