@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <functional>
+#include <memory_resource>
 
 #include "cuda/island.h"
 #include "cuda/options.h"
@@ -324,12 +326,18 @@ class CudaBackend final : public et::BackendInterface {
     recorded.emplace(device, stream, kName, loaded.instruction, touches);
   }
 
-  static Status run_on_gpu(Loaded& loaded, std::span<const TensorView> inputs, et::Span<et::EValue*> args,
-                           StreamHandle stream) {
+  static Status run_on_gpu(Loaded& loaded, et::Span<et::EValue*> args, StreamHandle stream) {
     Island& island = *loaded.island;
     Device& device = *loaded.device;
     size_t count = island.num_inputs();
-    std::vector<void*> targets;
+    // The lists of a few tensors take no memory but this.
+    std::array<std::byte, 4096> room;
+    std::pmr::monotonic_buffer_resource memory(room.data(), room.size());
+    std::pmr::vector<TensorView> inputs(&memory);
+    std::pmr::vector<void*> targets(&memory);
+    inputs.reserve(count);
+    targets.reserve(island.num_outputs());
+    for (size_t i = 0; i < count; ++i) inputs.push_back(view_of(args[i]->toTensor()));
     std::vector<Access> accesses;
     std::optional<record::IslandScope> recorded;
     for (size_t k = 0; k < island.num_outputs(); ++k)
@@ -348,14 +356,15 @@ class CudaBackend final : public et::BackendInterface {
     AllocationWatch watch(loaded.instruction);
     GpuRunKind kind = capture_stage() == CaptureStage::kNone ? GpuRunKind::kCall : GpuRunKind::kReplayed;
     std::array<uint8_t, kMaxDims> dim_order{};
-    Status status = island.run_on_gpu(
-        inputs, targets, stream, kind, [&](size_t k, const TensorView& made) -> Result<Island::Target> {
-          const Tensor& t = args[count + k]->toTensor();
-          Status resized = resize_output(t, k, {made.sizes.data(), static_cast<size_t>(made.ndim)});
-          if (!resized.ok()) return resized;
-          std::copy(t.dim_order().begin(), t.dim_order().end(), dim_order.begin());
-          return Island::Target{view_of(t), dim_order.data()};
-        });
+    auto place = [&](size_t k, const TensorView& made) -> Result<Island::Target> {
+      const Tensor& t = args[count + k]->toTensor();
+      Status resized = resize_output(t, k, {made.sizes.data(), static_cast<size_t>(made.ndim)});
+      if (!resized.ok()) return resized;
+      std::copy(t.dim_order().begin(), t.dim_order().end(), dim_order.begin());
+      return Island::Target{view_of(t), dim_order.data()};
+    };
+    // By reference: a copy of it would be on the heap.
+    Status status = island.run_on_gpu(inputs, targets, stream, kind, std::ref(place));
     return loaded.alone ? end_alone(loaded, std::move(status), stream) : status;
   }
 
@@ -418,17 +427,17 @@ class CudaBackend final : public et::BackendInterface {
     }
     Device& device = any_device ? *bound->device() : *cpu_device();
     StreamHandle stream = any_device ? bound->stream() : kPerThreadStream;
-    bool later = device.backend() == Backend::kSim;
-    std::vector<TensorView> inputs;
-    for (size_t i = 0; i < count; ++i) inputs.push_back(view_of(args[i]->toTensor()));
     if (loaded->device != nullptr) {
       if (&device != loaded->device.get()) {
         return Status(ErrorCode::kDelegate, "expected memory of " + loaded->device->name() +
                                                 ", where the program was loaded, got memory of " +
                                                 device.name() + "; bind the thread to that device");
       }
-      return run_on_gpu(*loaded, inputs, args, stream);
+      return run_on_gpu(*loaded, args, stream);
     }
+    bool later = device.backend() == Backend::kSim;
+    std::vector<TensorView> inputs;
+    for (size_t i = 0; i < count; ++i) inputs.push_back(view_of(args[i]->toTensor()));
     if (device.backend() == Backend::kCuda) {
       return Status(ErrorCode::kDelegate,
                     "expected memory that the host can use, got memory of " + device.name());

@@ -297,8 +297,9 @@ class Image {
       bool versioned = false;
       if (versions_) versioned = (get<uint16_t>(*versions_ + 2 * i) & ~kHidden) > VER_NDX_GLOBAL;
       bool undefined = symbol.st_shndx == SHN_UNDEF && binding != STB_LOCAL;
-      bool keeps = called.starts_with("GOMP_") && !teams;
-      std::string to = undefined && !keeps ? renamed(called) : std::string();
+      std::string to = undefined ? renamed(called) : std::string();
+      if (!teams && called == "GOMP_barrier") to.clear();
+      if (!teams && undefined && called == "GOMP_parallel") to = "HRMQ_parallel";
       if (!to.empty()) {
         bool other =
             std::find(std::begin(kUnversioned), std::end(kUnversioned), called) != std::end(kUnversioned);

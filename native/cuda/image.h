@@ -11,9 +11,10 @@
 //                                                once called it; ours lets go when the library is closed)
 //
 //     GOMP_parallel, GOMP_barrier -> HRMP_…     (libraries with checks of their own: no exception can leave a
-//     parallel
-//                                                region, and a check that returned would let the bad index
-//                                                through)
+//                                                parallel region, and a check that returned would let the bad
+//                                                index through)
+//     GOMP_parallel -> HRMQ_parallel            (all other libraries: in a forked process a thread whose team
+//                                                stayed behind works alone)
 //
 // Further, in the copy alone: symbols that the loader would share with every later library (STB_GNU_UNIQUE)
 // become ordinary weak ones, and the library does not ask for executable stacks, which nothing in it uses and

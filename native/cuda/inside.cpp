@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <mutex>
 #include <stdexcept>
 
@@ -14,8 +15,8 @@ namespace {
 // A check of the library's own that failed while the calling thread ran it.
 thread_local std::string failed_here;
 // The same, on a thread of OpenMP: how many, and what the last one said.
+std::atomic<int64_t> count_elsewhere{0};
 std::mutex elsewhere_mutex;
-int64_t count_elsewhere = 0;
 std::string failed_elsewhere;
 
 thread_local bool inside = false;
@@ -47,8 +48,8 @@ Inside::~Inside() {
 void Inside::on_check_failed(const char* message, bool may_throw) {
   if (!inside) {
     std::lock_guard lock(elsewhere_mutex);
-    ++count_elsewhere;
     failed_elsewhere = message;
+    count_elsewhere.fetch_add(1, std::memory_order_release);
     return;
   }
   if (failed_here.empty()) failed_here = message;
@@ -56,15 +57,13 @@ void Inside::on_check_failed(const char* message, bool may_throw) {
   if (may_throw && !in_parallel_region()) throw std::runtime_error(message);
 }
 
-int64_t Inside::failures_elsewhere() {
-  std::lock_guard lock(elsewhere_mutex);
-  return count_elsewhere;
-}
+int64_t Inside::failures_elsewhere() { return count_elsewhere.load(std::memory_order_acquire); }
 
 std::string Inside::failed_check(int64_t before) {
   if (!failed_here.empty()) return failed_here;
+  if (failures_elsewhere() == before) return {};
   std::lock_guard lock(elsewhere_mutex);
-  return count_elsewhere != before ? failed_elsewhere : std::string();
+  return failed_elsewhere;
 }
 
 }  // namespace headrace

@@ -107,8 +107,10 @@ class Island {
   Status failed(const char* what) const;
   CudaDevice& gpu() const;
   // The library's answer to one run, its outputs in `made`.
-  Status call(std::vector<shims::Tensor*>& inputs, StreamHandle stream, std::vector<shims::Tensor*>& made);
-  Status borrow(std::span<const TensorView> inputs, std::vector<shims::Tensor*>& given) const;
+  struct RunTensors;
+  // Runs the library on `tensors.given`, which borrow() made, and leaves what it made in `tensors.made`.
+  Status call(RunTensors& tensors, StreamHandle stream);
+  Status borrow(std::span<const TensorView> inputs, RunTensors& tensors) const;
 
   // Where the library makes its outputs: the request for memory that becomes each, in every run whose inputs
   // have these sizes.

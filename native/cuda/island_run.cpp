@@ -1,6 +1,7 @@
 // Runs of an island: what goes into its library and what becomes of what it made, on the host and on a GPU.
 #include <algorithm>
 #include <array>
+#include <memory_resource>
 #include <stdexcept>
 
 #include "cuda/inside.h"
@@ -12,22 +13,37 @@
 
 namespace headrace {
 
-namespace {
+// The tensors of one run, ended with it. Of a few, the lists take no memory but their own.
+struct Island::RunTensors {
+  using List = std::pmr::vector<shims::Tensor*>;
 
-// The tensors of one run, ended with it.
-struct RunTensors {
-  std::vector<shims::Tensor*> given, made, replaced;
-  explicit RunTensors(size_t outputs) : made(outputs, nullptr) {}
+ private:
+  std::array<std::byte, 512> room_;
+  std::pmr::monotonic_buffer_resource memory_{room_.data(), room_.size()};
+
+ public:
+  List given{&memory_}, taken{&memory_}, made{&memory_}, replaced{&memory_};
+
+  RunTensors(size_t inputs, size_t outputs) {
+    given.reserve(inputs);
+    taken.reserve(inputs);
+    made.resize(outputs, nullptr);
+  }
   ~RunTensors() {
     made.insert(made.end(), replaced.begin(), replaced.end());
-    std::sort(made.begin(), made.end());
-    made.erase(std::unique(made.begin(), made.end()), made.end());
+    // A library may give one tensor as several outputs.
+    if (made.size() > 1) {
+      std::sort(made.begin(), made.end());
+      made.erase(std::unique(made.begin(), made.end()), made.end());
+    }
     for (shims::Tensor* t : made) shims::release(t);
     for (shims::Tensor* t : given) shims::end_borrow(t);
   }
   RunTensors(const RunTensors&) = delete;
   RunTensors& operator=(const RunTensors&) = delete;
 };
+
+namespace {
 
 TensorView view_of_made(const shims::View& from) {
   TensorView view;
@@ -61,7 +77,7 @@ bool meet(const void* a, size_t a_nbytes, const void* b, size_t b_nbytes) {
 
 }  // namespace
 
-Status Island::borrow(std::span<const TensorView> inputs, std::vector<shims::Tensor*>& given) const {
+Status Island::borrow(std::span<const TensorView> inputs, RunTensors& tensors) const {
   for (const TensorView& view : inputs) {
     std::array<int64_t, kMaxDims> strides;
     auto width = static_cast<int64_t>(itemsize(view.dtype));
@@ -72,14 +88,14 @@ Status Island::borrow(std::span<const TensorView> inputs, std::vector<shims::Ten
                       device_ != nullptr ? device_->ordinal() : 0);
     if (tensor == nullptr)
       return Status(ErrorCode::kOutOfDeviceMemory, "expected host memory for a call, got none");
-    given.push_back(tensor);
+    tensors.given.push_back(tensor);
   }
   return {};
 }
 
-Status Island::call(std::vector<shims::Tensor*>& inputs, StreamHandle stream,
-                    std::vector<shims::Tensor*>& made) {
-  std::vector<shims::Tensor*> taken = inputs;  // the library writes into the array
+Status Island::call(RunTensors& tensors, StreamHandle stream) {
+  RunTensors::List &taken = tensors.taken, &made = tensors.made;
+  taken = tensors.given;  // the library writes into the array
   int64_t before = Inside::failures_elsewhere();
   int code = 0;
   try {
@@ -106,9 +122,9 @@ Status Island::call(std::vector<shims::Tensor*>& inputs, StreamHandle stream,
 
 Status Island::run(std::span<const TensorView> inputs, const Place& place) {
   Inside now(arena_);
-  RunTensors tensors(num_outputs_);
-  if (Status status = borrow(inputs, tensors.given); !status.ok()) return status;
-  if (Status status = call(tensors.given, 0, tensors.made); !status.ok()) return status;
+  RunTensors tensors(inputs.size(), num_outputs_);
+  if (Status status = borrow(inputs, tensors); !status.ok()) return status;
+  if (Status status = call(tensors, 0); !status.ok()) return status;
   for (size_t i = 0; i < tensors.made.size(); ++i) {
     shims::View from = shims::view(tensors.made[i]);
     TensorView view = view_of_made(from);
@@ -176,10 +192,10 @@ Status Island::rehearse(std::span<const TensorView> inputs) {
   run.stream = reinterpret_cast<void*>(kPerThreadStream);
   run.rehearsal = true;
   shims::begin_gpu_run(arena_, run);
-  RunTensors tensors(num_outputs_);
-  if (Status status = borrow(inputs, tensors.given); !status.ok()) return status;
+  RunTensors tensors(inputs.size(), num_outputs_);
+  if (Status status = borrow(inputs, tensors); !status.ok()) return status;
   std::lock_guard lock(library_->first_run());
-  Status status = call(tensors.given, kPerThreadStream, tensors.made);
+  Status status = call(tensors, kPerThreadStream);
   if (status.ok()) {
     kernels_loaded_ = true;
     learn(inputs, tensors.made);
@@ -203,12 +219,12 @@ Status Island::run_on_gpu(std::span<const TensorView> inputs, std::span<void* co
   run.placements = placements_.data();
   run.num_placements = placements_.size();
   shims::begin_gpu_run(arena_, run);
-  RunTensors tensors(num_outputs_);
-  if (Status status = borrow(inputs, tensors.given); !status.ok()) return status;
+  RunTensors tensors(inputs.size(), num_outputs_);
+  if (Status status = borrow(inputs, tensors); !status.ok()) return status;
   {
     std::unique_lock lock(library_->first_run(), std::defer_lock);
     if (!kernels_loaded_) lock.lock();
-    if (Status status = call(tensors.given, stream, tensors.made); !status.ok()) return status;
+    if (Status status = call(tensors, stream); !status.ok()) return status;
     kernels_loaded_ = true;
   }
   if (!made_) learn(inputs, tensors.made);

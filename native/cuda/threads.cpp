@@ -78,6 +78,18 @@ struct Team {
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;  // of the two above, and of changes of `expected`
 };
 
+// A process that fork() made has of all threads the one that forked, and libgomp would wait for the team that
+// this one had. So a thread that had a team in a process before works alone in those that came of it.
+std::atomic<uint32_t> process{1};
+// In which process the thread had its first team.
+thread_local uint32_t first_team_in = 0;
+
+unsigned team_size(unsigned threads) {
+  uint32_t now = process.load(std::memory_order_relaxed);
+  if (first_team_in == 0) first_team_in = now;
+  return first_team_in == now ? threads : 1;
+}
+
 // Where the calling thread is in a team.
 struct Place {
   Team* team;
@@ -95,6 +107,7 @@ OpenMp openmp;
 pthread_once_t openmp_once = PTHREAD_ONCE_INIT;
 
 void find_openmp() {
+  pthread_atfork(nullptr, nullptr, [] { process.fetch_add(1, std::memory_order_relaxed); });
   // The one that the library itself needs: it is loaded.
   void* handle = dlopen("libgomp.so.1", RTLD_LAZY | RTLD_NOLOAD);
   if (handle == nullptr) return;
@@ -190,13 +203,18 @@ SHIM void HRMP_parallel(void (*run)(void*), void* data, unsigned threads, unsign
   if (shims::team_failed) return;
   pthread_once(&shims::openmp_once, shims::find_openmp);
   shims::Team team{run, data};
-  shims::openmp.parallel(shims::run_in_team, &team, threads, flags);
+  shims::openmp.parallel(shims::run_in_team, &team, shims::team_size(threads), flags);
   if (!team.failed) return;
   std::memcpy(shims::error, team.message, sizeof shims::error);
   // The compiler takes GOMP_parallel for a function that does not throw, so nothing may be thrown from here:
   // the run goes on without its loops, and is told as failed when it ends.
   shims::team_failed = true;
   if (shims::on_check_failed != nullptr) shims::on_check_failed(team.message, false);
+}
+// The former, for all other libraries.
+SHIM void HRMQ_parallel(void (*run)(void*), void* data, unsigned threads, unsigned flags) {
+  pthread_once(&shims::openmp_once, shims::find_openmp);
+  shims::openmp.parallel(run, data, shims::team_size(threads), flags);
 }
 SHIM void HRMP_barrier() {
   if (shims::place != nullptr) {

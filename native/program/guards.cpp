@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
+#include <new>
 #include <utility>
 
 namespace headrace {
@@ -93,10 +95,31 @@ bool is_complex_input(Args args) {
   return args.size() < 1 || !args[0]->isTensor() || et::isComplexType(args[0]->toTensor().scalar_type());
 }
 
+bool any(Args) { return true; }
+
+// The kernel writes the indices of one element after those of the other, in whatever order its output was
+// planned (kernels/portable/cpu/op_nonzero.cpp). Exporters plan it as eager PyTorch has it: index by index.
+void put_indices_in_order(et::KernelRuntimeContext& context, Args args) {
+  if (args.size() < 2 || !args[1]->isTensor()) return;
+  auto& out = args[1]->toTensor();
+  if (out.dim() != 2 || out.dim_order()[0] == 0 || out.scalar_type() != ScalarType::Long) return;
+  auto rows = static_cast<size_t>(out.size(0)), columns = static_cast<size_t>(out.size(1));
+  if (rows * columns == 0) return;
+  std::unique_ptr<int64_t[]> copy(new (std::nothrow) int64_t[rows * columns]);
+  if (copy == nullptr) return context.fail(et::Error::MemoryAllocationFailed);
+  auto* data = out.mutable_data_ptr<int64_t>();
+  std::copy(data, data + rows * columns, copy.get());
+  for (size_t r = 0; r < rows; ++r) {
+    for (size_t c = 0; c < columns; ++c) data[c * rows + r] = copy[r * columns + c];
+  }
+}
+
 struct Guard {
   const char* kernel;
   Check check;
   const char* expected;
+  // What the kernel leaves undone.
+  void (*after)(et::KernelRuntimeContext& context, Args args) = nullptr;
 };
 
 constexpr const char* kQuotient = "integers that can be divided, got a division by zero or out of range";
@@ -107,6 +130,7 @@ constexpr Guard kGuards[] = {
     {"executorch_prim::floordiv.int", can_divide, kQuotient},
     {"executorch_prim::mod.Scalar", can_divide, kQuotient},
     {"executorch_prim::mod.int", can_divide, kQuotient},
+    {"aten::nonzero.out", any, "", put_indices_in_order},
     {"aten::div.out", can_divide_truly, "an output of floats"},
     {"aten::div.out_mode", can_divide_tensors, kQuotient},
     {"aten::div.Scalar_mode_out", can_divide_tensors, kQuotient},
@@ -127,6 +151,8 @@ template <size_t I>
 void guarded(et::KernelRuntimeContext& context, Args args) {
   if (kGuards[I].check(args)) {
     originals()[I](context, args);
+    if (kGuards[I].after != nullptr && context.failure_state() == et::Error::Ok)
+      kGuards[I].after(context, args);
   } else {
     ET_LOG(Error, "%s: expected %s", kGuards[I].kernel, kGuards[I].expected);
     context.fail(et::Error::InvalidArgument);

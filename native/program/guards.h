@@ -1,5 +1,6 @@
-// The engine's own kernels end the process where an operand is out of range (a division by zero). They
-// stay what they are; each is called through a check of ours that fails the call instead.
+// The engine's own kernels end the process where an operand is out of range (a division by zero), and one
+// writes its result in another order than it was planned in. They stay what they are; each is called through
+// a check of ours that fails the call instead, or that puts the result right.
 #pragma once
 
 namespace headrace {

@@ -138,3 +138,44 @@ def test_many_threads_get_their_own_answers() -> None:
         for thread in threads:
             thread.join()
         assert not wrong
+
+
+@pytest.mark.parametrize("name", ["cnn", "embeddings"])
+def test_a_forked_process_answers_too(name: str) -> None:
+    """LT3: OpenMP's team stays behind in the parent; the child works without it, the parent and new threads with theirs.
+    Once with a library that has checks of its own, once with one that has none."""
+    code = """
+import multiprocessing, os, signal, sys, threading
+import numpy as np
+from tests.aoti.conftest import arguments
+from tests.programs import AOTI
+program = AOTI.load(sys.argv[1])
+loaded = program.open(device="cpu")
+def call(used):
+    return [np.array(y).tobytes() for y in used["forward"](*arguments(program.calls[0]))]
+def anew(_):
+    return call(program.open(device="cpu"))
+want = call(loaded)
+def child():
+    signal.alarm(60)
+    assert call(loaded) == want and anew(0) == want
+    thread_got = []
+    thread = threading.Thread(target=lambda: thread_got.append(call(loaded)))
+    thread.start(); thread.join()
+    assert thread_got == [want]
+    again = os.fork()
+    if again == 0:
+        signal.alarm(60)
+        os._exit(0 if call(loaded) == want else 1)
+    assert os.waitpid(again, 0)[1] == 0
+pid = os.fork()
+if pid == 0:
+    child()
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+assert call(loaded) == want
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    assert pool.map_async(anew, [0, 1]).get(60) == [want, want]
+print("right")
+"""
+    assert succeeded(run_python(code, name)) == "right\n"

@@ -718,6 +718,19 @@ def branch() -> Export:
     return Export([Method(Branch(), calls)], note="a branch on data: jumps and moves")
 
 
+class Found(torch.nn.Module):
+    def forward(self, x):
+        return x.nonzero()
+
+
+@model
+def indices() -> Export:
+    calls = [
+        (torch.tensor(x),) for x in ([[1.0, 0, 2], [0, 3, 4]], [[0.0, 0, 0], [0, 0, 5]], [[0.0, 0, 0]] * 2)
+    ]
+    return Export([Method(Found(), calls)], note="indices, whose columns lie one after the other in memory")
+
+
 # -------------------- what may be missing
 
 

@@ -102,7 +102,7 @@ def test_only_what_is_public_is_exported(path: Path) -> None:
         # Visible to the whole process: ours by namespace, or by a prefix that stands for torch's, the CUDA run time's,
         # the driver's, OpenMP's, and one for the C++ ABI's.
         ours = re.compile(
-            r"_ZN8headrace5shims|aoti_hrace_[a-z_]|hrce[A-Z]|hr[A-Z]|HRMP_(parallel|barrier)$|__hra_thread_atexit$"
+            r"_ZN8headrace5shims|aoti_hrace_[a-z_]|hrce[A-Z]|hr[A-Z]|HRM[PQ]_(parallel|barrier)$|__hra_thread_atexit$"
         )
         assert [s for s in library.exported if not ours.match(s)] == [] == library.weak
         assert set(library.needed) <= {"libc.so.6", "ld-linux-x86-64.so.2"}
