@@ -257,9 +257,7 @@ def measure(rounds: int) -> dict[str, Any]:
     ensure([*MODELS, *CHAINS])
     gpu = headrace.device("cuda:0")
     stream = gpu.stream()
-    found = islands(gpu, stream, rounds)
-    print(found, flush=True)
-    return {"islands": found, "models": models(gpu, stream, rounds)}
+    return {"islands": islands(gpu, stream, rounds), "models": models(gpu, stream, rounds)}
 
 
 def met(results: dict[str, Any]) -> bool:

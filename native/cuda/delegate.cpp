@@ -361,7 +361,8 @@ class CudaBackend final : public et::BackendInterface {
       Status resized = resize_output(t, k, {made.sizes.data(), static_cast<size_t>(made.ndim)});
       if (!resized.ok()) return resized;
       std::copy(t.dim_order().begin(), t.dim_order().end(), dim_order.begin());
-      return Island::Target{view_of(t), dim_order.data()};
+      bool fixed = t.shape_dynamism() == executorch::aten::TensorShapeDynamism::STATIC;
+      return Island::Target{view_of(t), dim_order.data(), fixed};
     };
     // By reference: a copy of it would be on the heap.
     Status status = island.run_on_gpu(inputs, targets, stream, kind, std::ref(place));

@@ -2,6 +2,7 @@
 // call of it is put on a stream.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -24,6 +25,7 @@ namespace shims {
 struct Arena;
 struct Placement;
 struct Tensor;
+struct View;
 }  // namespace shims
 class CudaDevice;
 
@@ -75,6 +77,7 @@ class Island {
   struct Target {
     TensorView view;
     const uint8_t* dim_order = nullptr;
+    bool fixed = false;  // it has these sizes and this order in every run
   };
   using Place = std::function<Result<Target>(size_t output, const TensorView& made)>;
 
@@ -110,7 +113,8 @@ class Island {
   struct RunTensors;
   // Runs the library on `tensors.given`, which borrow() made, and leaves what it made in `tensors.made`.
   Status call(RunTensors& tensors, StreamHandle stream);
-  Status borrow(std::span<const TensorView> inputs, RunTensors& tensors) const;
+  // False where there is no host memory.
+  bool borrow(std::span<const TensorView> inputs, RunTensors& tensors) const;
 
   // Where the library makes its outputs: the request for memory that becomes each, in every run whose inputs
   // have these sizes.
@@ -119,9 +123,17 @@ class Island {
     struct Output {
       int64_t ordinal = -1;  // -1: none does
       size_t nbytes = 0;
+      // What the library made, once it was right as it stood: the target's own memory, sizes and order. A
+      // target that is fixed need not be asked for again.
+      bool settled = false;
+      int32_t dtype = 0, device_type = 0;
+      int ndim = 0;
+      std::array<int64_t, kMaxDims> sizes{}, strides{};
     };
     std::vector<Output> outputs;
   };
+  static void settle(Made::Output& output, const shims::View& made);
+  static bool as_settled(const shims::View& made, const Made::Output& output);
   void learn(std::span<const TensorView> inputs, std::span<shims::Tensor* const> made);
   // What can lie in `targets` from the start.
   void place_outputs(std::span<const TensorView> inputs, std::span<void* const> targets);
