@@ -1,9 +1,7 @@
 #include "cuda/library.h"
 
 #include <dlfcn.h>
-#include <elf.h>
 #include <fcntl.h>
-#include <gnu/libc-version.h>
 #include <link.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -14,9 +12,9 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <set>
 
+#include "cuda/needs.h"
 #include "cuda/sha256.h"
 #include "cuda/shims.h"
 #include "program/text.h"
@@ -52,39 +50,6 @@ Result<void*> shims_handle() {
     return opened;
   }();
   return handle;
-}
-
-// ---- what a library asks of the system
-
-// Names of the versions that a mapped library defines.
-std::set<std::string> defined_versions(const link_map& map) {
-  std::set<std::string> names;
-  const char* strings = nullptr;
-  const char* table = nullptr;
-  uint64_t count = 0;
-  for (const ElfW(Dyn)* d = map.l_ld; d != nullptr && d->d_tag != DT_NULL; ++d) {
-    // glibc relocates the address of the strings where they are mapped, and not that of the versions.
-    if (d->d_tag == DT_STRTAB) strings = reinterpret_cast<const char*>(d->d_un.d_ptr);
-    if (d->d_tag == DT_VERDEF) table = reinterpret_cast<const char*>(map.l_addr + d->d_un.d_ptr);
-    if (d->d_tag == DT_VERDEFNUM) count = d->d_un.d_val;
-  }
-  if (strings == nullptr || table == nullptr) return names;
-  for (uint64_t i = 0; i < count; ++i) {
-    const auto* def = reinterpret_cast<const ElfW(Verdef)*>(table);
-    const auto* aux = reinterpret_cast<const ElfW(Verdaux)*>(table + def->vd_aux);
-    names.insert(strings + aux->vda_name);
-    if (def->vd_next == 0) break;
-    table += def->vd_next;
-  }
-  return names;
-}
-
-// What to tell a user to do about a library that is missing.
-std::string advice(const std::string& library) {
-  if (library == "libgomp.so.1")
-    return "install the OpenMP run time (Debian and Ubuntu: libgomp1; Fedora: libgomp)";
-  if (library == "libstdc++.so.6") return "install libstdc++6";
-  return "install the package that has it";
 }
 
 // ---- the copy in memory or in a file
@@ -247,37 +212,6 @@ Result<std::vector<std::string>> missing_shims(std::span<const std::string> want
     if (dlsym(*handle, renamed(name).c_str()) == nullptr) missing.push_back(name);
   }
   (void)dlerror();
-  return missing;
-}
-
-std::vector<std::string> missing_needs(const LibraryFacts& facts) {
-  std::vector<std::string> missing;
-  std::map<std::string, std::optional<std::set<std::string>>> versions;
-  for (const std::string& library : facts.needed) {
-    if (library.find('/') != std::string::npos) {
-      missing.push_back("the library " + quoted(library) +
-                        ", which it names by a path; export it with one that the system finds");
-      continue;
-    }
-    // Kept: libgomp's idle threads would lose the code that they wait in.
-    void* handle = dlopen(library.c_str(), RTLD_LAZY | RTLD_LOCAL | RTLD_NODELETE);
-    if (handle == nullptr) {
-      missing.push_back("the library " + quoted(library) + " (" + reason() + "); " + advice(library));
-      continue;
-    }
-    link_map* map = nullptr;
-    if (dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 && map != nullptr)
-      versions[library] = defined_versions(*map);
-    (void)dlclose(handle);
-  }
-  for (const VersionNeed& need : facts.versions) {
-    auto found = versions.find(need.library);
-    if (found == versions.end() || !found->second || found->second->count(need.version) != 0) continue;
-    std::string have = need.library == "libc.so.6" ? "glibc " + std::string(gnu_get_libc_version())
-                                                   : "a " + need.library + " without it";
-    missing.push_back(quoted(need.version) + " of " + need.library + " (this system has " + have +
-                      "); run it on a newer system, or export on one as old as this");
-  }
   return missing;
 }
 

@@ -88,7 +88,4 @@ class HEADRACE_API Library {
 // Those of `names` that libheadrace_shims.so does not have. Names as a library calls them.
 HEADRACE_API Result<std::vector<std::string>> missing_shims(std::span<const std::string> names);
 
-// What this process or system lacks of what the library asks for: empty, or one line for each.
-HEADRACE_API std::vector<std::string> missing_needs(const LibraryFacts& facts);
-
 }  // namespace headrace

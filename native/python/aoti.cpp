@@ -3,6 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "cuda/library.h"
+#include "cuda/needs.h"
 #include "program/aoti_payload.h"
 #include "python/objects.h"
 
@@ -67,6 +68,7 @@ nb::dict aoti_payload(nb::bytes bytes, const std::string& method) {
 
 void bind_aoti(nb::module_& m) {
   m.def("library_facts", &library_facts, nb::arg("image"));
+  m.def("set_library_folders", &set_library_folders, nb::arg("folders"));
   m.def("read_aoti_payload", &aoti_payload, nb::arg("payload"), nb::arg("method"));
 }
 

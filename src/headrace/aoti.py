@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 
 from . import pte
-from .engine import core
+from .engine import core, library_folders
 from .errors import ProgramError
 from .pte.table import Source, opened
 
@@ -71,6 +71,7 @@ def read(source: Source) -> tuple[Island, ...]:
     Raises ProgramError if the program cannot be read, or a payload or library in it is not understood.
     """
     file = pte.read(source)
+    core.set_library_folders(library_folders())
     found = []
     for method in file.methods:
         for island in method.islands:

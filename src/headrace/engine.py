@@ -9,19 +9,21 @@ and a program would find its delegates in one or the other by accident.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import importlib
 import importlib.util
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import EngineError, OptionError
 
-__all__ = ["Engine", "engine", "num_threads", "set_num_threads"]
+__all__ = ["Engine", "engine", "library_folders", "num_threads", "set_num_threads"]
 
 RUNTIME = "libexecutorch.so"
 # In the order in which each finds its needs loaded already. The last two only register themselves.
@@ -52,6 +54,22 @@ def bundled() -> Path:
             "the package was not built: pip install it instead of importing its source folder"
         )
     return Path(spec.origin).parent / "lib"
+
+
+def library_folders() -> list[str]:
+    """Where pip's packages of NVIDIA's libraries lie: of CUDA 12 a folder for each component (``nvidia/cublas/lib``), of
+    CUDA 13 one for all (``nvidia/cu13/lib``). Loads none of them. Looked for once for each ``sys.path``."""
+    return list(_library_folders(tuple(sys.path)))
+
+
+@functools.lru_cache(maxsize=1)
+def _library_folders(path: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):
+        return ()
+    roots = () if spec is None else spec.submodule_search_locations or ()
+    return tuple(str(folder) for root in roots for folder in sorted(Path(root).glob("*/lib")))
 
 
 def _installed() -> Path | None:

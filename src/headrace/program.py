@@ -19,7 +19,7 @@ from typing import Any
 from .delegate import provide
 from .device import Device, Partition
 from .device import device as open_device
-from .engine import core
+from .engine import core, library_folders
 from .errors import DelegateUnavailable, OptionError, ProgramError
 from .graph import Graph
 from .stats import Counts, Stats
@@ -371,6 +371,8 @@ def load(
         where,
         lane,
     )
+    # Where a program's own libraries find what they need beside ours.
+    core.set_library_folders(library_folders())
     try:
         return Program(core.Program.load(*arguments))
     except DelegateUnavailable as missing:
