@@ -41,7 +41,7 @@ nb::tuple replay(PyGraph& self, nb::tuple inputs, nb::object stream, nb::object 
   return args.results(outputs);
 }
 
-// ([(name, inside)…], how many are not told).
+// ([(name, inside)…], kernels that are not told, other work that is not).
 nb::tuple work(const PyGraph& self) {
   Result<GraphWork> found = Status();
   {
@@ -52,7 +52,7 @@ nb::tuple work(const PyGraph& self) {
   nb::list pieces;
   for (const GraphWork::Piece& piece : found->pieces)
     pieces.append(nb::make_tuple(text_of(piece.name), piece.inside));
-  return nb::make_tuple(pieces, found->untold);
+  return nb::make_tuple(pieces, found->untold_kernels, found->untold);
 }
 
 nb::dict stats(const PyGraph& self) {

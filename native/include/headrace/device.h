@@ -145,6 +145,8 @@ struct GraphWork {
     bool inside = false;  // it runs in the partition that was asked about, wherever the graph is launched
   };
   std::vector<Piece> pieces;
+  // Kernels of which the driver does not tell where they run.
+  int64_t untold_kernels = 0;
   // What may run on multiprocessors too, and of which the driver does not tell where (copies, fills).
   int64_t untold = 0;
 };

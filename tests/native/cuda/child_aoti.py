@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import re
 import warnings
 from typing import Any
@@ -260,6 +261,12 @@ def look_at_a_lane(nodes: bool = True) -> None:
         driver.fake_escape(b"")
         assert not seen.confined and seen.escaped == (f"in its graph: {name.decode()} runs outside the lane",)
         assert "leaves its lane of 16 SMs" in str(seen) and name.decode() in str(seen)
+        # A driver that tells nothing of functions, which these are.
+        os.environ["FAKE_CONTEXTS"] = "1"
+        seen = lanes.confinement(tenant, lane)
+        assert seen.confined and (seen.kernels, seen.untold_kernels) == (0, len(mlp.kernels))
+        assert f"does not for any of {len(mlp.kernels)}" in seen.not_looked
+        del os.environ["FAKE_CONTEXTS"]
         del lane, tenant
         gc.collect()
         settle(gpu)

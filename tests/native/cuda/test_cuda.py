@@ -9,12 +9,14 @@ import functools
 import hashlib
 import importlib.metadata
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.conftest import run_python, succeeded
 from tests.native import compiler
 from tests.native.device import test_device as device_tests
@@ -268,6 +270,28 @@ def test_a_gpu_that_is_shared_or_cannot_be_split_says_so_and_what_to_do(what: st
         assert line.startswith("cuda:0, split: ")
         for word in words:
             assert word in line, (word, line)
+
+
+def test_the_kernel_that_says_where_it_runs_assembles() -> None:
+    """GC2: by NVIDIA's assembler, which comes with the exporter's Triton, for what it knows of; the fake reads no PTX."""
+    source = (NATIVE / "device/cuda_probe.cpp").read_text()
+    (code,) = re.findall(r'kCode = R"\((.*?)\)";', source, re.DOTALL)
+    found = subprocess.run(
+        [programs.export_python(), "-c", "import triton; print(triton.__path__[0])"],
+        capture_output=True,
+        text=True,
+    )
+    assembler = Path(found.stdout.strip()) / "backends/nvidia/bin/ptxas"
+    if found.returncode or not assembler.exists():
+        pytest.skip("the exporter's Python has no Triton: set HEADRACE_EXPORT_PYTHON")
+    for architecture in ("sm_75", "sm_80", "sm_90"):
+        done = subprocess.run(
+            [assembler, f"-arch={architecture}", "-o", os.devnull, "-"],
+            input=code,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout + done.stderr) == (0, ""), architecture
 
 
 def test_our_declarations_are_nvidia_s() -> None:
