@@ -184,6 +184,10 @@ class CpuDevice final : public Device {
   Result<std::vector<PartitionRef>> do_split(std::span<const int>) override {
     return absent("split", "partitions");
   }
+  Result<std::vector<int>> do_sms_seen(StreamHandle, bool) override {
+    return absent("sms_seen", "multiprocessors");
+  }
+  Result<GraphWork> do_work_of(Graph&, const PartitionRef&) override { return absent("work_of", "graphs"); }
 
   Status absent(const char* operation, const std::string& what) const {
     return refusal(ErrorCode::kDevice, name(), operation, "a device with " + what,

@@ -165,6 +165,8 @@ class CudaDevice final : public Device {
 
   // What went wrong, typed: out of memory, a capture's rule, a handle that is none, the device itself.
   HEADRACE_API Status failed(const char* operation, cu::Code code) const;
+  // Why there are no partitions, after that entry point of the driver said so.
+  Status cannot_split(const char* entry, cu::Code code) const;
   // Keeps `keep` until the work behind `event` is done. Never waits.
   void retire(std::shared_ptr<CudaEvent> event, Keep keep);
   // Destroys them for good; from now on their handles may be somebody else's.
@@ -206,6 +208,8 @@ class CudaDevice final : public Device {
   void do_leave_context() override;
   SmLimits do_sm_limits() const override;
   Result<std::vector<PartitionRef>> do_split(std::span<const int> sms) override;
+  Result<std::vector<int>> do_sms_seen(StreamHandle stream, bool replayed) override;
+  Result<GraphWork> do_work_of(Graph& graph, const PartitionRef& partition) override;
 
   // A live allocation of ours that the address is in.
   struct Block {
@@ -229,6 +233,17 @@ class CudaDevice final : public Device {
   std::shared_ptr<CudaPartition> partition_of(StreamHandle stream) const;
   Result<bool> capturing(const char* operation, StreamHandle stream) const;
   Result<std::shared_ptr<CudaEvent>> make_event(bool timing);
+
+  // A kernel that notes where its blocks run (cuda_probe.cpp).
+  class Probe;
+  // The contexts that nodes of kernels tell: of functions, which belong to one, and of kernels of libraries,
+  // which have the stream's. Equal where the driver does not tell a partition's from others.
+  struct NodeContexts {
+    cu::Context inside[2] = {}, outside[2] = {};  // by whether it is a function
+    bool tells(bool function) const { return inside[function] != outside[function]; }
+  };
+  // Adds what the graph holds to `found`.
+  Status read_nodes(cu::Graph graph, const NodeContexts& contexts, GraphWork& found) const;
 
   // A capture that begin_capture() began, by the stream where it began.
   struct Capture {

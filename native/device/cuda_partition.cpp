@@ -27,15 +27,15 @@ Status CudaSms::split() {
   cu::Resource all{}, rest{};
   if (cu::Code code = driver.DeviceGetDevResource(device_.device(), &all, cu::kResourceSm);
       code != cu::kSuccess)
-    return device_.failed("split", code);
+    return device_.cannot_split("cuDeviceGetDevResource", code);
   unsigned count = 0;
   if (cu::Code code = driver.DevSmResourceSplitByCount(nullptr, &count, &all, nullptr, 0, all.sm.least);
       code != cu::kSuccess)
-    return device_.failed("split", code);
+    return device_.cannot_split("cuDevSmResourceSplitByCount", code);
   std::vector<cu::Resource> groups(count);
   if (cu::Code code = driver.DevSmResourceSplitByCount(groups.data(), &count, &all, &rest, 0, all.sm.least);
       code != cu::kSuccess)
-    return device_.failed("split", code);
+    return device_.cannot_split("cuDevSmResourceSplitByCount", code);
   groups.resize(count);
   if (groups.empty())
     return refusal(ErrorCode::kDevice, device_.name(), "split",
@@ -114,17 +114,17 @@ Status CudaPartition::open() {
   cu::Code code =
       driver.DevResourceGenerateDesc(&description, resources.data(), static_cast<unsigned>(resources.size()));
   // Measured: with the null description of a failure, cuGreenCtxCreate makes a context of the whole device.
-  if (code != cu::kSuccess) return device_.failed("split", code);
+  if (code != cu::kSuccess) return device_.cannot_split("cuDevResourceGenerateDesc", code);
   if (description == nullptr)
     return refusal(ErrorCode::kDevice, device_.name(), "split", "a description of the partition", "none",
                    "update the driver");
   cu::GreenContext made = nullptr;
   code = driver.GreenCtxCreate(&made, description, device_.device(), cu::kGreenDefaultStream);
-  if (code != cu::kSuccess) return device_.failed("split", code);
+  if (code != cu::kSuccess) return device_.cannot_split("cuGreenCtxCreate", code);
   context_ = made;
   cu::Resource granted{};
   code = driver.GreenCtxGetDevResource(context_, &granted, cu::kResourceSm);
-  if (code != cu::kSuccess) return device_.failed("split", code);
+  if (code != cu::kSuccess) return device_.cannot_split("cuGreenCtxGetDevResource", code);
   sm_count_ = static_cast<int>(granted.sm.sm_count);
   if (sm_count_ != part_.sm_count)
     return refusal(ErrorCode::kDevice, device_.name(), "split",
@@ -137,6 +137,43 @@ Status CudaPartition::open() {
 // ---- the device
 
 SmLimits CudaDevice::do_sm_limits() const { return sms_.limits(); }
+
+// The driver's codes say little; what the process or the GPU is shared by says more.
+Status CudaDevice::cannot_split(const char* entry, cu::Code code) const {
+  bool refused = code == cu::kNotSupported || code == cu::kNotPermitted || code == cu::kInvalidResourceType ||
+                 code == cu::kInvalidResourceConfiguration;
+  int mps = 0;
+  (void)driver_.DeviceGetAttribute(&mps, cu::kAttributeMps, device_);
+  char text[256] = {};
+  (void)driver_.DeviceGetName(text, sizeof text - 1, device_);
+  const std::string gpu = text;
+  // What an instance is called: "NVIDIA H200 MIG 1g.18gb".
+  bool mig = gpu.find(" MIG ") != std::string::npos;
+  if (!refused) {
+    Status status = failed("split", code);
+    if (mps == 0) return status;
+    Status named(status.code(), status.message() + "; this process runs under MPS");
+    named.device = status.device;
+    return named;
+  }
+  std::string got = driver_.text(code) + " from " + entry + " on " + gpu;
+  const char* advice =
+      "use the whole device: its green contexts are missing in this GPU, or in this driver for it";
+  if (mps != 0) {
+    got += ", in a process under MPS";
+    advice =
+        "run the process without the MPS server (it is one when CUDA_MPS_PIPE_DIRECTORY leads to none), or "
+        "let MPS "
+        "divide the GPU (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE)";
+  } else if (mig) {
+    got += ", which is a MIG instance";
+    advice =
+        "give the process the whole GPU, or let an instance be the lane: it has multiprocessors and memory "
+        "bandwidth "
+        "of its own";
+  }
+  return refusal(ErrorCode::kDevice, name(), "split", "a GPU that is split into green contexts", got, advice);
+}
 
 Result<std::vector<PartitionRef>> CudaDevice::do_split(std::span<const int> sms) {
   if (const char* missing = driver_.missing_for_partitions())
@@ -152,15 +189,7 @@ Result<std::vector<PartitionRef>> CudaDevice::do_split(std::span<const int> sms)
     reap_all();
     parts = sms_.take(sms, &left);
   }
-  if (!parts.ok()) {
-    Status status = parts.status();
-    int mps = 0;
-    (void)driver_.DeviceGetAttribute(&mps, cu::kAttributeMps, device_);
-    if (mps == 0) return status;
-    Status named(status.code(), status.message() + "; this process runs under MPS");
-    named.device = status.device;
-    return named;
-  }
+  if (!parts.ok()) return parts.status();
   if ((*parts).empty()) {
     SmLimits limits = do_sm_limits();
     std::string list;

@@ -324,4 +324,29 @@ Result<std::vector<PartitionRef>> Device::split(std::span<const int> sms) {
   return do_split(sms);
 }
 
+Result<std::vector<int>> Device::sms_seen(StreamHandle stream, bool replayed) {
+  HEADRACE_ENTER("sms_seen");
+  stream = normal(stream);
+  if (backend_ != Backend::kCpu) {
+    if (Status status = do_check_stream(stream); !status.ok()) return status;
+    auto capturing = do_capture_status(stream);
+    if (!capturing.ok()) return capturing.status();
+    if (*capturing != CaptureStatus::kNone)
+      return refusal(ErrorCode::kCapture, name_, "sms_seen", "a stream that does not capture",
+                     "one that does", "ask before the capture or after it");
+  }
+  WaitScope waiting;
+  return do_sms_seen(stream, replayed);
+}
+
+Result<GraphWork> Device::work_of(Graph& graph, const PartitionRef& partition) {
+  if (!partition)
+    return refusal(ErrorCode::kInput, name_, "work_of", "a partition to compare with", "none",
+                   "capture the graph in a lane");
+  if (partition->device_id() != id()) HEADRACE_ENTER("work_of", "a partition", *partition);
+  HEADRACE_ENTER("work_of", "a graph", graph);
+  WaitScope waiting;
+  return do_work_of(graph, partition);
+}
+
 }  // namespace headrace

@@ -90,6 +90,14 @@ const char* Driver::missing_for_partitions() const {
   return nullptr;
 }
 
+const char* Driver::missing_for_nodes() const {
+  if (GraphGetNodes == nullptr) return "cuGraphGetNodes";
+  if (GraphNodeGetType == nullptr) return "cuGraphNodeGetType";
+  if (GraphChildGraph == nullptr) return "cuGraphChildGraphNodeGetGraph";
+  if (GraphKernelNode == nullptr) return "cuGraphKernelNodeGetParams_v2";
+  return nullptr;
+}
+
 std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }

@@ -24,6 +24,8 @@ using Pool = struct PoolOf*;
 using Graph = struct GraphOf*;
 using GraphExec = struct GraphExecOf*;
 using GraphNode = struct GraphNodeOf*;
+using Kernel = struct KernelOf*;
+using Library = struct LibraryOf*;
 using Module = struct ModuleOf*;
 using Function = struct FunctionOf*;
 using GreenContext = struct GreenContextOf*;
@@ -42,6 +44,19 @@ struct PoolProperties {
   unsigned char reserved[54];
 };
 static_assert(sizeof(PoolProperties) == 88);
+
+// CUDA_KERNEL_NODE_PARAMS_v2
+struct KernelNode {
+  Function function;  // null where it was launched by `kernel`
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_nbytes;
+  void** arguments;
+  void** extra;
+  Kernel kernel;
+  Context context;
+};
+static_assert(sizeof(KernelNode) == 72);
 
 // CUdevSmResource, the first members that every driver since 12.4 fills in
 struct SmResource {
@@ -71,6 +86,10 @@ enum : Code {
   kInvalidDevice = 101,
   kInvalidContext = 201,
   kNoBinaryForGpu = 209,
+  kInvalidPtx = 218,
+  kNoCompiler = 221,
+  kUnsupportedPtx = 222,
+  kCompilerDisabled = 223,
   kInvalidHandle = 400,
   kIllegalState = 401,
   kNotReady = 600,
@@ -130,6 +149,22 @@ enum : unsigned { kStreamNonBlocking = 1, kEventDisableTiming = 2 };
 // CUstreamCaptureMode, CUstreamCaptureStatus
 enum : int { kCaptureGlobal = 0, kCaptureThreadLocal = 1, kCaptureRelaxed = 2 };
 enum : int { kStatusNone = 0, kStatusActive = 1, kStatusInvalidated = 2 };
+
+// CUgraphNodeType
+enum : int {
+  kNodeKernel = 0,
+  kNodeCopy = 1,
+  kNodeFill = 2,
+  kNodeHost = 3,
+  kNodeGraph = 4,
+  kNodeEmpty = 5,
+  kNodeWait = 6,
+  kNodeRecord = 7,
+  kNodeSignalSemaphore = 8,
+  kNodeWaitSemaphore = 9,
+  kNodeAllocate = 10,
+  kNodeFree = 11,
+};
 
 // CUdevResourceType, CUgreenCtxCreate_flags
 enum : int { kResourceSm = 1 };
@@ -208,7 +243,17 @@ enum : unsigned { kGreenDefaultStream = 1 };
   X(GreenCtxCreate, "cuGreenCtxCreate", (GreenContext*, ResourceDescription, Device, unsigned))        \
   X(GreenCtxDestroy, "cuGreenCtxDestroy", (GreenContext))                                              \
   X(GreenCtxGetDevResource, "cuGreenCtxGetDevResource", (GreenContext, Resource*, int))                \
-  X(GreenCtxStreamCreate, "cuGreenCtxStreamCreate", (Stream*, GreenContext, unsigned, int))
+  X(GreenCtxStreamCreate, "cuGreenCtxStreamCreate", (Stream*, GreenContext, unsigned, int))            \
+  X(GraphGetNodes, "cuGraphGetNodes", (Graph, GraphNode*, size_t*))                                    \
+  X(GraphNodeGetType, "cuGraphNodeGetType", (GraphNode, int*))                                         \
+  X(GraphChildGraph, "cuGraphChildGraphNodeGetGraph", (GraphNode, Graph*))                             \
+  X(GraphKernelNode, "cuGraphKernelNodeGetParams_v2", (GraphNode, KernelNode*))                        \
+  X(FuncGetName, "cuFuncGetName", (const char**, Function))                                            \
+  X(KernelGetName, "cuKernelGetName", (const char**, Kernel))                                          \
+  X(LibraryLoadData, "cuLibraryLoadData",                                                              \
+    (Library*, const void*, int*, void**, unsigned, int*, void**, unsigned))                           \
+  X(LibraryUnload, "cuLibraryUnload", (Library))                                                       \
+  X(LibraryGetKernel, "cuLibraryGetKernel", (Kernel*, Library, const char*))
 
 struct Driver {
   int version = 0;  // as cuDriverGetVersion counts: 13000 for CUDA 13.0
@@ -221,6 +266,8 @@ struct Driver {
   std::string text(Code code) const;
   // The first entry point that partitions need and this driver lacks; null where it has them all.
   const char* missing_for_partitions() const;
+  // The same for reading a graph's nodes.
+  const char* missing_for_nodes() const;
 };
 
 constexpr int kOldestDriver = 12000;

@@ -31,7 +31,9 @@ constexpr const char* kOperations[] = {"allocate",
                                        "instantiate",
                                        "upload",
                                        "launch",
-                                       "split"};
+                                       "split",
+                                       "sms_seen",
+                                       "work_of"};
 
 std::string all_operations() {
   std::string out;

@@ -482,6 +482,56 @@ Result<std::vector<PartitionRef>> Sim::do_split(std::span<const int> counts) {
   return sim::split(*this, sms_, counts);
 }
 
+Result<std::vector<int>> Sim::do_sms_seen(StreamHandle stream, bool replayed) {
+  auto seen = std::make_shared<std::vector<int>>();
+  HostFunction look = [this, seen]() -> Status {
+    PartitionRef partition = current_partition();
+    if (partition) {
+      *seen = static_cast<SimPartition&>(*partition).numbers();
+      return {};
+    }
+    for (int number = 0; number < sms_->limits().total; ++number) seen->push_back(number);
+    return {};
+  };
+  Status status;
+  if (!replayed) {
+    status = do_call(stream, std::move(look), {});
+  } else {
+    auto partition = do_partition_of(stream);
+    if (!partition.ok()) return partition.status();
+    // Of its own: what others enqueue on theirs meanwhile would be taken into the capture.
+    auto own = do_create_stream({.priority = 0, .blocking = false, .partition = *partition});
+    if (!own.ok()) return own.status();
+    status = do_begin_capture(*own, CaptureMode::kRelaxed);
+    if (status.ok()) {
+      status = do_call(*own, std::move(look), {});
+      auto graph = do_end_capture(*own);
+      if (status.ok()) status = graph.status();
+      if (status.ok()) {
+        auto exec = do_instantiate(**graph);
+        status = exec.ok() ? do_launch(**exec, stream) : exec.status();
+      }
+    }
+    (void)do_destroy_stream(*own);
+  }
+  if (status.ok()) status = do_synchronize(stream);
+  if (!status.ok()) return status;
+  return *seen;
+}
+
+Result<GraphWork> Sim::do_work_of(Graph& graph, const PartitionRef& partition) {
+  Guard guard(mutex_);
+  note("work_of");
+  GraphWork found;
+  for (const Node& node : *static_cast<SimGraph&>(graph).nodes) {
+    const Action& action = *node.action;
+    if (!is_work(action.kind)) continue;
+    const char* name = action.kind == OpKind::kCall ? "call" : action.kind == OpKind::kCopy ? "copy" : "fill";
+    found.pieces.push_back({name, action.partition == partition});
+  }
+  return found;
+}
+
 }  // namespace sim
 
 std::shared_ptr<SimDevice> make_sim_device(const SimOptions& options) {

@@ -16,23 +16,33 @@ int Sms::granted(int sm_count) const {
   return static_cast<int>(up);
 }
 
-bool Sms::take(int sm_count, int* left) {
+bool Sms::take(std::span<const int> counts, std::vector<std::vector<int>>* numbers, int* left) {
   std::lock_guard lock(mutex_);
-  *left = limits_.total - used_;
-  if (sm_count > *left) return false;
-  used_ += sm_count;
+  *left = static_cast<int>(std::count(used_.begin(), used_.end(), false));
+  int64_t total = 0;
+  for (int count : counts) total += count;
+  if (total > *left) return false;
+  size_t next = 0;
+  for (int count : counts) {
+    std::vector<int>& taken = numbers->emplace_back();
+    for (; std::ssize(taken) < count; ++next) {
+      if (used_[next]) continue;
+      used_[next] = true;
+      taken.push_back(static_cast<int>(next));
+    }
+  }
   return true;
 }
 
-void Sms::give(int sm_count) {
+void Sms::give(std::span<const int> numbers) {
   std::lock_guard lock(mutex_);
-  used_ -= sm_count;
+  for (int number : numbers) used_[static_cast<size_t>(number)] = false;
 }
 
-SimPartition::SimPartition(const Device& device, std::shared_ptr<Sms> sms, int sm_count)
-    : Partition(device), sms_(std::move(sms)), sm_count_(sm_count) {}
+SimPartition::SimPartition(const Device& device, std::shared_ptr<Sms> sms, std::vector<int> numbers)
+    : Partition(device), sms_(std::move(sms)), numbers_(std::move(numbers)) {}
 
-SimPartition::~SimPartition() { sms_->give(sm_count_); }
+SimPartition::~SimPartition() { sms_->give(numbers_); }
 
 Status SimPartition::close() {
   closed_ = true;
@@ -50,8 +60,8 @@ Result<std::vector<PartitionRef>> split(const Device& device, const std::shared_
     list += (list.empty() ? "" : " + ") + std::to_string(granted.back());
   }
   int left = 0;
-  int wanted = static_cast<int>(std::min<int64_t>(total, INT32_MAX));
-  if (!sms->take(wanted, &left)) {
+  std::vector<std::vector<int>> taken;
+  if (!sms->take(granted, &taken, &left)) {
     const SmLimits& limits = sms->limits();
     return refusal(
         ErrorCode::kDevice, device.name(), "split",
@@ -61,7 +71,7 @@ Result<std::vector<PartitionRef>> split(const Device& device, const std::shared_
         "ask for fewer, or drop partitions (CUDA: CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION)");
   }
   std::vector<PartitionRef> made;
-  for (int count : granted) made.push_back(std::make_shared<SimPartition>(device, sms, count));
+  for (auto& numbers : taken) made.push_back(std::make_shared<SimPartition>(device, sms, std::move(numbers)));
   return made;
 }
 

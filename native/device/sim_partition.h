@@ -16,31 +16,33 @@ namespace headrace::sim {
 // Which SMs are left. Partitions hold it, so it outlives the device if they do.
 class Sms {
  public:
-  explicit Sms(const SmLimits& limits) : limits_(limits) {}
+  explicit Sms(const SmLimits& limits) : limits_(limits), used_(static_cast<size_t>(limits.total)) {}
   const SmLimits& limits() const { return limits_; }
   // What a request for `sm_count` is granted.
   int granted(int sm_count) const;
-  // All or nothing; what was left if nothing.
-  bool take(int sm_count, int* left);
-  void give(int sm_count);
+  // All or nothing, the lowest numbers first; what was left if nothing.
+  bool take(std::span<const int> counts, std::vector<std::vector<int>>* numbers, int* left);
+  void give(std::span<const int> numbers);
 
  private:
   const SmLimits limits_;
   std::mutex mutex_;
-  int used_ = 0;
+  std::vector<bool> used_;
 };
 
 class SimPartition final : public Partition {
  public:
-  SimPartition(const Device& device, std::shared_ptr<Sms> sms, int sm_count);
+  SimPartition(const Device& device, std::shared_ptr<Sms> sms, std::vector<int> numbers);
   ~SimPartition() override;
-  int sm_count() const override { return sm_count_; }
+  int sm_count() const override { return static_cast<int>(numbers_.size()); }
+  // Of its multiprocessors, ascending.
+  const std::vector<int>& numbers() const { return numbers_; }
   Status close() override;
   bool closed() const override { return closed_; }
 
  private:
   std::shared_ptr<Sms> sms_;
-  const int sm_count_;
+  const std::vector<int> numbers_;
   std::atomic<bool> closed_{false};
 };
 

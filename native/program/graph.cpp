@@ -154,6 +154,22 @@ GraphStats GraphSet::stats() const {
   return stats_;
 }
 
+Result<GraphWork> GraphSet::work() {
+  auto turn = pool_->acquire(instance_);
+  if (!turn.ok()) return turn.status();
+  auto look = [&]() -> Result<GraphWork> {
+    if (graphs_.empty())
+      return Status(
+          ErrorCode::kCapture,
+          pool_->name() + ", graph: expected one that was captured and is kept, got none; capture it anew");
+    ContextScope current(*pool_->device());
+    return pool_->device()->work_of(*graphs_.front()->graph, graphs_.front()->partition);
+  };
+  Result<GraphWork> found = look();
+  pool_->release(instance_, nullptr);
+  return found;
+}
+
 Status GraphSet::close() {
   run_put_off();
   auto turn = pool_->acquire(instance_);
@@ -281,6 +297,7 @@ Status MethodGraph::replay(std::span<const Value> inputs, std::span<const Value>
   return set_->run(inputs, out, options, false, outputs);
 }
 GraphStats MethodGraph::stats() const { return set_->stats(); }
+Result<GraphWork> MethodGraph::work() const { return set_->work(); }
 Status MethodGraph::close() { return set_->close(); }
 
 }  // namespace headrace

@@ -133,6 +133,7 @@ class GraphSet : public std::enable_shared_from_this<GraphSet> {
   Status run(std::span<const Value> inputs, std::span<const Value> out, const ReplayOptions& options,
              bool must_capture, std::vector<Value>& outputs);
   GraphStats stats() const;
+  Result<GraphWork> work();
   Status close();
   // For the pool that closes: the instance is idle and stays so.
   void drop();

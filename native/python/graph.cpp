@@ -41,6 +41,20 @@ nb::tuple replay(PyGraph& self, nb::tuple inputs, nb::object stream, nb::object 
   return args.results(outputs);
 }
 
+// ([(name, inside)…], kernels that are not told, other work that is not).
+nb::tuple work(const PyGraph& self) {
+  Result<GraphWork> found = Status();
+  {
+    GilRelease release;
+    found = self.graph->work();
+  }
+  check(found.status());
+  nb::list pieces;
+  for (const GraphWork::Piece& piece : found->pieces)
+    pieces.append(nb::make_tuple(text_of(piece.name), piece.inside));
+  return nb::make_tuple(pieces, found->untold_kernels, found->untold);
+}
+
 nb::dict stats(const PyGraph& self) {
   GraphStats s = self.graph->stats();
   nb::dict out;
@@ -63,6 +77,7 @@ void bind_graphs(nb::module_& m) {
       .def("replay", &replay, nb::arg("inputs"), nb::arg("stream").none(), nb::arg("out").none(),
            nb::arg("borrow"))
       .def("stats", &stats)
+      .def("work", &work)
       .def("close", [](PyGraph& self) {
         Status status;
         {

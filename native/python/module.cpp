@@ -157,6 +157,11 @@ NB_MODULE(_core, m) {
              int64_t calls = self.stats(&last, &total);
              return nb::make_tuple(calls, describe_stats(last), describe_stats(total));
            })
+      // The stream that a call without one would run on now.
+      .def("settled",
+           [](const Method& self) {
+             return make_stream(device_object(self.device()), unwrap(self.settle({})).stream);
+           })
       .def("call", &call, nb::arg("inputs"), nb::arg("stream").none(), nb::arg("out").none(),
            nb::arg("strict"));
 

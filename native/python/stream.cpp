@@ -1,6 +1,7 @@
 // headrace.Stream, Event and Partition, and the thread's selection.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include "device/record.h"
 #include "headrace/caller_stream.h"
@@ -314,6 +315,13 @@ void bind_streams(nb::module_& m) {
           "Raises InputError where there is no room, or memory is strided; DeviceError for another device's.")
       .def_prop_ro("partition", &partition_of,
                    "The `Partition` that the stream's work stays in; None where it is in none.")
+      .def(
+          "_sms_seen",
+          [](PyStream& s, bool replayed) {
+            StreamHandle handle = usable(s);
+            return unwrap(unlocked([&] { return s.device->device->sms_seen(handle, replayed); }));
+          },
+          nb::arg("replayed"))
       // For tests of what happens inside a capture that headrace did not begin.
       .def(
           "_begin_capture",
@@ -341,12 +349,14 @@ void bind_streams(nb::module_& m) {
            })
       .def("close", &close_stream,
            "End the stream; work on it goes on. It can be neither used nor selected afterwards.")
-      .def("__eq__",
-           [](const PyStream& a, nb::handle b) {
-             PyStream* other = nullptr;
-             return nb::try_cast(b, other) && other != nullptr && other->handle == a.handle &&
-                    other->device == a.device;
-           })
+      .def(
+          "__eq__",
+          [](const PyStream& a, nb::handle b) {
+            PyStream* other = nullptr;
+            return nb::try_cast(b, other) && other != nullptr && other->handle == a.handle &&
+                   other->device == a.device;
+          },
+          nb::arg("other").none())
       .def("__hash__",
            [](const PyStream& s) {
              return static_cast<int64_t>(s.handle ^ reinterpret_cast<uintptr_t>(s.device.get()));
@@ -384,11 +394,13 @@ void bind_streams(nb::module_& m) {
              return "<headrace.Partition of " + std::to_string(p.partition->sm_count()) + " SMs on " +
                     p.device->device->name() + ">";
            })
-      .def("__eq__",
-           [](const PyPartition& a, nb::handle b) {
-             PyPartition* other = nullptr;
-             return nb::try_cast(b, other) && other != nullptr && other->partition == a.partition;
-           })
+      .def(
+          "__eq__",
+          [](const PyPartition& a, nb::handle b) {
+            PyPartition* other = nullptr;
+            return nb::try_cast(b, other) && other != nullptr && other->partition == a.partition;
+          },
+          nb::arg("other").none())
       .def("__hash__",
            [](const PyPartition& p) {
              return static_cast<int64_t>(reinterpret_cast<uintptr_t>(p.partition.get()));

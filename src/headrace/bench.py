@@ -111,7 +111,13 @@ def measure(args: argparse.Namespace, made_up: Callable[[Method], Sequence[Any]]
     measured = lanes.side_by_side(found, sizes, device=device, calls=args.calls)
     if args.plot:
         lanes.plot_side_by_side(measured, args.plot)
-    return {"measured": [asdict(one) for one in measured]}
+    looked = [
+        lanes.confinement(tenant, lane) for tenant, lane in zip(found, device.split(sizes), strict=True)
+    ]
+    return {
+        "measured": [asdict(one) for one in measured],
+        "confinement": [one.as_dict() | {"text": str(one)} for one in looked],
+    }
 
 
 def table(found: dict[str, Any]) -> str:
@@ -132,6 +138,7 @@ def table(found: dict[str, Any]) -> str:
             f"{one['tenant'][-27:]:28}{where:>10}  {one['beside']:20}{latency['p50_us']:9.1f}"
             f"{latency['p99_us']:9.1f}{latency['p999_us']:9.1f}{ratio}"
         )
+    lines += [one["text"] for one in found.get("confinement", ())]
     if "proposal" in found:
         sizes = found["proposal"]["lanes"]
         told = "no lanes meet the targets" if sizes is None else f"lanes of {', '.join(map(str, sizes))} SMs"

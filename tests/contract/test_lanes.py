@@ -1,14 +1,17 @@
-"""SY2, GC1, GC6, GR3: programs that are bound to a lane, a partition of the device's multiprocessors."""
+"""SY2, GC1, GC2, GC6, GR3: programs that are bound to a lane, a partition of the device's multiprocessors."""
 
 from __future__ import annotations
 
 import gc
+import re
+import threading
 import warnings
 from typing import Any
 
 import pytest
 
 import headrace
+from headrace import lanes
 
 from . import delegates
 from .conftest import Devices, golden
@@ -140,3 +143,156 @@ def test_a_call_outside_every_lane_beside_lanes_is_warned_of_once(late: Any) -> 
         with pytest.raises(headrace.LaneWarning, match=r"forward: runs outside every lane of sim:0.*lane="):
             outside["forward"](*program.inputs())
         assert program.right(outside["forward"](*program.inputs()))
+
+
+def test_work_says_on_which_multiprocessors_it_runs(sims: Devices) -> None:
+    """GC2: those of the stream's partition, in a call and in a graph; all of them in no lane; nothing is left of it."""
+    for device in sims:
+        small, large = device.split([8, 16])
+        streams = [small.stream(), large.stream(), device.stream()]
+        for replayed in (False, True):
+            seen = [lanes.sms_seen(stream, replayed=replayed) for stream in streams]
+            assert seen == [frozenset(range(8)), frozenset(range(8, 24)), frozenset(range(132))]
+        assert device.pending == 0 and device.memory()["current_nbytes"] == 0
+        if "seeds" in sims.name:
+            break
+    with pytest.raises(headrace.OptionError, match=r"expected a Stream.*got int"):
+        lanes.sms_seen(streams[0].handle)
+    with pytest.raises(headrace.DeviceError, match="multiprocessors"):
+        lanes.sms_seen(headrace.device("cpu").stream())
+
+
+def test_a_program_is_looked_at_whatever_way_its_delegates_work(
+    way: type[delegates.Base], sims: Devices
+) -> None:
+    """GC2, GR3: calls, capture and replay stay in the lane, or what left it is named: a side stream that is no lane's, though
+    it is joined as it should be, is found in the graph and in the calls."""
+    program = golden("two_islands")
+    for device in sims:
+        lane = device.split([8, 16])[1]
+        seen = lanes.confinement(lanes.Tenant(program.path, program.inputs(), name="two"), lane)
+        assert (seen.tenant, seen.method, seen.device) == ("two", "forward", "sim:0")
+        assert seen.granted == 16 and seen.not_looked == "" and seen.kernels >= 2
+        # The stream itself is the lane's, whatever a delegate does beside it.
+        assert seen.sms == seen.replayed == frozenset(range(8, 24)) and len(seen.eager) == 4
+        if way is delegates.SideStream:
+            assert not seen.confined
+            text = str(seen)
+            assert "leaves its lane of 16 SMs" in text and "in its graph: call runs outside the lane" in text
+            for name in delegates.NAMES:
+                assert re.search(f"delegate '{name}': call on stream 0x.* of sim:0, outside the lane", text)
+        else:
+            assert seen.confined, str(seen)
+            assert re.fullmatch(
+                "two, forward: stays in its lane: 16 SMs seen of 16 granted, in calls and replayed; [0-9]+ kernels of its "
+                "graph are in the lane",
+                str(seen),
+            )
+        if "seeds" in sims.name and device.calls("launch"):
+            break
+
+
+@pytest.mark.parametrize("wrong", list(delegates.WRONG))
+def test_what_leaves_a_lane_and_no_graph_holds_is_found_in_the_calls(wrong: str, late: Any) -> None:
+    """GC2, OR7: streams of a delegate's own that nothing orders, and that are gone by the time they are looked at."""
+    delegates.install(delegates.WRONG[wrong])
+    program = golden("two_islands")
+    seen = lanes.confinement(program.path, late.partition(sms=8), program.inputs())
+    assert not seen.confined and len(seen.sms) == 8
+    assert any("delegate 'TestA': call on stream" in line for line in seen.escaped), str(seen)
+    late.synchronize()
+
+
+def test_a_lane_s_other_stream_is_no_escape(late: Any) -> None:
+    """GC2: nor is what other threads do meanwhile, or this thread outside the program."""
+    lane = late.partition(sms=8)
+
+    class InLane(delegates.Base):
+        def enqueue(self, inputs: Any, outputs: Any, stream: Any) -> None:
+            side = lane.stream()
+            side.wait(stream.record())
+            self.put(inputs, outputs, side)
+            stream.wait(side.record())
+
+    delegates.install(InLane)
+    program = golden("two_islands")
+    stop, busy = threading.Event(), late.stream()
+
+    def elsewhere() -> None:
+        while not stop.is_set():
+            busy.call(lambda: None)
+            busy.synchronize()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    try:
+        seen = lanes.confinement(program.path, lane, program.inputs())
+    finally:
+        stop.set()
+        thread.join()
+    assert seen.confined, str(seen)
+
+
+def test_what_cannot_be_captured_is_looked_at_in_calls_alone(late: Any, seen: type[Seen]) -> None:
+    """GC2, GR7: and says so, with the reason."""
+
+    class Refusing(delegates.OneCall):
+        def capturable(self) -> str:
+            return "it counts its calls"
+
+    program = golden("two_islands")
+    for way, confined in ((Refusing, True), (type("Aside", (Refusing, delegates.SideStream), {}), False)):
+        delegates.install(way)
+        looked = lanes.confinement(program.path, late.partition(sms=8), program.inputs())
+        assert (looked.confined, looked.kernels) == (confined, 0)
+        assert "it counts its calls" in looked.not_looked
+        assert "calls alone were checked: forward, capture: " in str(looked)
+        assert looked.replayed == frozenset(range(8))
+
+
+def test_looking_gives_everything_back_and_refuses_what_it_cannot_look_at(late: Any) -> None:
+    """GC2, LT3, OP3: SMs, memory and streams, also where the capture fails."""
+    program = golden("two_islands")
+    lane = late.partition(sms=8)
+    before = late.memory()["current_nbytes"]
+
+    def unchanged() -> None:
+        gc.collect()
+        late.synchronize()
+        late.trim()
+        assert late.memory()["current_nbytes"] == before and late.pending == 0
+
+    lanes.confinement(program.path, lane, program.inputs(), calls=1)
+    unchanged()
+    for operation in ("sms_seen", "work_of", "begin_capture", "split"):
+        late.fail(operation)
+        if operation == "split":
+            with pytest.raises(headrace.DeviceError):
+                late.partition(sms=8)
+        else:
+            with pytest.raises((headrace.DeviceError, headrace.CaptureError)):
+                lanes.confinement(program.path, lane, program.inputs())
+        unchanged()
+    for wrong, words, arguments in (
+        (headrace.OptionError, "expected a Partition.*got int", (program.path, 8)),
+        (headrace.OptionError, "expected a Partition.*got Stream", (program.path, lane.stream())),
+        (headrace.OptionError, "work for a device", (golden("add").path, lane, golden("add").inputs())),
+        (
+            headrace.InputError,
+            "expected one of forward, got 'none'",
+            (lanes.Tenant(program.path, (), method="none"), lane),
+        ),
+        (headrace.InputError, "2 inputs", (program.path, lane)),
+    ):
+        with pytest.raises(wrong, match=words):
+            lanes.confinement(*arguments)
+    with pytest.raises(headrace.OptionError, match="calls: expected 1 or more, got 0"):
+        lanes.confinement(program.path, lane, program.inputs(), calls=0)
+    with (
+        headrace.caller_stream(lane.stream()),
+        pytest.raises(headrace.OptionError, match="no selected stream"),
+    ):
+        lanes.confinement(program.path, lane, program.inputs())
+    del lane, arguments
+    unchanged()
+    assert late.partition(sms=128).sm_count == 128

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -55,6 +56,7 @@ def test_work_of_a_lane_s_stream_is_right_and_streams_outlive_close(sims: Device
     for device in sims:
         lane = device.partition(sms=8)
         stream = lane.stream()
+        assert stream.partition == lane and not operator.eq(lane, None) and not operator.eq(stream, None)
         with program.load(device) as loaded:
             assert program.right(loaded["forward"](*program.inputs(), stream=stream))
             lane.close()

@@ -486,3 +486,31 @@ def test_run_in_a_lane_prints_what_was_granted_and_the_planned_memory(run: Any) 
         assert status != 0 and kind in err and str(count) in err
     status, _, err = run(*command[:-3], "--green-context-sms", 8, "--device", "cpu")
     assert status != 0 and "DeviceError" in err
+
+
+def test_run_looks_whether_the_program_stays_in_its_lane(run: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """GC2, GC3: one line, or what left it by name and exit status 1; as JSON too."""
+    command = ["run", "examples/scale.pte", "--ones", "--device", "sim", "--confinement"]
+    inside = [*command, "--import", "examples.scale", "--green-context-sms", 8]
+    status, out, err = run(*inside)
+    assert (status, err) == (0, "")
+    (line,) = [line for line in out.splitlines() if "in its lane" in line]
+    assert line in (programs.ROOT / "docs/lanes.md").read_text().splitlines()
+    status, out, _ = run(*inside, "--json")
+    told = json.loads(out)["confinement"]
+    assert status == 0 and told["confined"] is True and told["replayed"] == list(range(8))
+    (tmp_path / "scale_aside.py").write_text(
+        "import examples.scale\n"
+        "class Scale(examples.scale.Scale, name='Scale'):\n"
+        "    def run(self, inputs, outputs, stream):\n"
+        "        side = stream.device.stream()\n"
+        "        side.wait(stream.record())\n"
+        "        super().run(inputs, outputs, side)\n"
+        "        stream.wait(side.record())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    status, out, err = run(*command, "--import", "scale_aside", "--green-context-sms", 8)
+    assert (status, err) == (cli.DIFFERS, "")
+    assert "leaves its lane of 8 SMs" in out and "delegate 'Scale': call on stream" in out
+    status, _, err = run(*command, "--import", "examples.scale")
+    assert status == cli.USAGE and "--confinement: expected a lane to look at" in err

@@ -158,6 +158,43 @@ def test_who_misses_beside_the_others_gets_a_larger_lane(modelled: Any) -> None:
     assert [one.latency.p99_us for one in found.measured] == [46.875, 125]
 
 
+def test_who_draws_the_bandwidth_gets_a_smaller_lane(modelled: Any) -> None:
+    """GC6: where a larger lane does not help, those without a target are cut, and nobody gets more than it needs."""
+    tried: list[tuple[int, ...]] = []
+
+    def model(name: str, sms: int, all_: Sequence[int]) -> float:
+        if name == "a":
+            tried.append(tuple(all_))
+        # Bound by memory: the others' SMs cost it, its own are no use.
+        return 50 + (sum(all_) - sms if name == "a" else 0)
+
+    modelled(model)
+    found = lanes.propose([named("a", 100), named("b"), named("c")], device=headrace.device("sim"))
+    # From 56 + 56 to 32 + 32 beside it are too much, whatever its own lane is; 16 + 16 are not.
+    assert found.sms is not None and found.sms[0] == 8
+    assert found.sms[1] == found.sms[2] and 50 + 2 * found.sms[1] <= 100
+    assert found.sms in tried and [one.sms for one in found.measured] == list(found.sms)
+    assert re.search(
+        r"a takes 1\.\d times as long as alone in 8 SMs: memory bandwidth is shared", found.reason
+    )
+    # Larger lanes came first, with all of the rest beside them.
+    assert (8, 56, 56) in tried and (16, 56, 56) in tried and (64, 32, 32) in tried
+
+
+def test_a_lane_is_made_larger_and_the_others_smaller_where_it_takes_both(modelled: Any) -> None:
+    modelled(lambda name, sms, all_: 800 / sms + (sum(all_) - sms if name == "a" else 0))
+    # Alone in 16 it takes 50, which leaves the margin; beside 16 others no more than 66.
+    found = lanes.propose([named("a", 61), named("b")], device=headrace.device("sim"))
+    assert found.sms is not None and 800 / found.sms[0] + found.sms[1] <= 61
+    assert found.sms[0] > 16
+
+
+def test_the_whole_device_is_a_size(modelled: Any) -> None:
+    modelled(lambda name, sms, all_: 13200 / sms)
+    found = lanes.propose([named("a", 100)], device=headrace.device("sim"), sizes=[64, 132], margin=1)
+    assert found.sms == (132,) and found.reason == "every target was met, all busy"
+
+
 @pytest.mark.parametrize(
     ("model", "targets", "words"),
     [
@@ -252,6 +289,11 @@ def test_the_command_measures_and_proposes(capsys: pytest.CaptureFixture[str], t
     status, out, err = run("bench", *files, "--lanes", "8,64", "--plot", picture)
     assert (status, err) == (0, "") and picture.exists()
     assert out.count("alone") >= 5 and "no ratio is promised" in out
+    for number, granted in enumerate((8, 64)):
+        assert (
+            f"examples/scale.pte #{number}, forward: stays in its lane: {granted} SMs seen of {granted}"
+            in out
+        )
     status, out, _ = run("bench", *files, "--targets", "1e9,-", "--json")
     told = json.loads(out)
     assert status == 0 and told["proposal"]["lanes"] == [8, 120] and len(told["curves"]) == 2

@@ -138,6 +138,19 @@ class HEADRACE_API Partition : public DeviceObject {
 };
 using PartitionRef = std::shared_ptr<Partition>;
 
+// What a captured graph does at each launch, as far as multiprocessors run it; child graphs included.
+struct GraphWork {
+  struct Piece {
+    std::string name;     // of the kernel, where the driver tells it; on sim of the operation, such as "call"
+    bool inside = false;  // it runs in the partition that was asked about, wherever the graph is launched
+  };
+  std::vector<Piece> pieces;
+  // Kernels of which the driver does not tell where they run.
+  int64_t untold_kernels = 0;
+  // What may run on multiprocessors too, and of which the driver does not tell where (copies, fills).
+  int64_t untold = 0;
+};
+
 struct StreamOptions {
   int priority = 0;       // lower numbers are more urgent, as in CUDA
   bool blocking = false;  // whether the legacy stream and this one order each other
@@ -158,7 +171,8 @@ enum class Backend : uint8_t { kCpu, kSim, kCuda };
 // A fault at a named operation. Operations are the seam's functions by name: "allocate", "free", "copy",
 // "fill", "create_stream", "destroy_stream", "synchronize_stream", "synchronize_device", "query_stream",
 // "call", "create_event", "record", "wait", "synchronize_event", "query_event", "elapsed_ms",
-// "begin_capture", "end_capture", "capture_status", "instantiate", "upload", "launch", "split".
+// "begin_capture", "end_capture", "capture_status", "instantiate", "upload", "launch", "split", "sms_seen",
+// "work_of".
 struct Fault {
   std::string operation;  // empty: any
   int64_t at = 0;         // the how-manieth such call from now on fails, from 0
@@ -256,6 +270,17 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
   // kInput: a size below 1; kDevice: more than there is, with what is left; the device has no partitions.
   Result<std::vector<PartitionRef>> split(std::span<const int> sms);
 
+  // The multiprocessors, by their numbers, on which work of `stream` runs: blocks of a kernel, many enough
+  // for all of them, say where they are. `replayed`: that kernel is captured on a stream of its own in the
+  // partition of `stream` first, as a graph that is launched on `stream`. Ascending. Waits for the stream,
+  // allocates a few kilobytes and gives everything back. kDevice: the device has no multiprocessors, or the
+  // driver cannot compile or run the kernel; kCapture: the stream captures.
+  Result<std::vector<int>> sms_seen(StreamHandle stream, bool replayed = false);
+  // Where the work of a captured graph runs, beside work of the partition. On cuda: whether each kernel's
+  // context is the one that a kernel captured in the partition has, which is looked up by capturing one;
+  // waits for that. kInput: no partition; kNotSupported: the driver does not tell, and what it lacks.
+  Result<GraphWork> work_of(Graph& graph, const PartitionRef& partition);
+
   // ---- for tests, on every maker
   // The next matching call fails once, before it does anything; end_capture fails but ends the capture.
   // Several may be pending. kInput: no such operation, a negative place, or kOk.
@@ -300,6 +325,9 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
   virtual Status do_launch(GraphExec& exec, StreamHandle stream) = 0;
   virtual SmLimits do_sm_limits() const = 0;
   virtual Result<std::vector<PartitionRef>> do_split(std::span<const int> sms) = 0;
+  // Not on a stream that captures; not on the cpu.
+  virtual Result<std::vector<int>> do_sms_seen(StreamHandle stream, bool replayed) = 0;
+  virtual Result<GraphWork> do_work_of(Graph& graph, const PartitionRef& partition) = 0;
   // Whether there is something to leave again.
   virtual bool do_enter_context() { return false; }
   virtual void do_leave_context() {}

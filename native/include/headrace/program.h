@@ -208,6 +208,10 @@ class HEADRACE_API MethodGraph {
   Status replay(std::span<const Value> inputs, std::span<const Value> out, const ReplayOptions& options,
                 std::vector<Value>& outputs);
   GraphStats stats() const;
+  // Where the work of the graph that was captured or replayed last runs, beside its lane's:
+  // Device::work_of(). Waits for its turn. kCapture: there is no graph any more; kInput: it was captured in
+  // no lane.
+  Result<GraphWork> work() const;
   // Gives its memory back behind the work in flight. kInput: from inside a call of the method.
   Status close();
 

@@ -1,6 +1,6 @@
 """The command line: parse and print.
 
-Exit status: 0 done; 1 an answer differs from ``--expect``; 2 the command line or an input
+Exit status: 0 done; 1 an answer differs from ``--expect``, or a program leaves its lane (``--confinement``); 2 the command line or an input
 is at fault; 3 the program, a delegate or a device is; 130 interrupted. ``audit``: 0 clean; 1 problems; 2 usage, or nothing to inspect.
 """
 
@@ -124,6 +124,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="run in a lane of at least N multiprocessors (default device: cuda:0); print what was granted, and the "
         "planned memory",
+    )
+    one.add_argument(
+        "--confinement",
+        action="store_true",
+        help="look whether the program stays in its lane, in calls and replayed: see docs/lanes.md; the exit status is 1 "
+        "where it does not",
     )
     one.add_argument(
         "--check-ordering",

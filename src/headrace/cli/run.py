@@ -21,6 +21,7 @@ from numpy.lib.npyio import NpzFile
 
 import headrace
 
+from .. import lanes
 from ..device import device as open_device
 from ..errors import InputError, OptionError
 from ..ordering import record
@@ -214,6 +215,8 @@ def _check_options(args: argparse.Namespace) -> None:
         raise OptionError(f"--repeat: expected 1 or more, got {args.repeat}")
     if args.green_context_sms is not None and not 1 <= args.green_context_sms < 2**31:
         raise OptionError(f"--green-context-sms: expected 1 or more, got {args.green_context_sms}")
+    if args.confinement and args.green_context_sms is None:
+        raise OptionError("--confinement: expected a lane to look at, got none; give --green-context-sms N")
 
 
 def _write(target: Path, outputs: Sequence[Any]) -> None:
@@ -243,6 +246,7 @@ class _Ran:
     ordering: Any
     graph: GraphStats | None
     lane: dict[str, int]
+    confinement: lanes.Confinement | None
 
     @property
     def median_us(self) -> float:
@@ -262,6 +266,7 @@ class _Ran:
             "graph": asdict(self.graph) if self.graph else None,
             "planned": self.planned,
             "lane": self.lane,
+            "confinement": self.confinement.as_dict() if self.confinement else None,
         }
 
     def lines(self) -> Iterator[str]:
@@ -272,6 +277,8 @@ class _Ran:
             yield "  lane: {granted} SMs of {total} granted, {asked} asked for".format(**self.lane)
             for use in self.planned:
                 yield "  planned memory of {method}: {nbytes} bytes on {device}".format(**use)
+        if self.confinement:
+            yield f"  {self.confinement}".replace("\n", "\n  ")
         for i, (info, output) in enumerate(zip(self.method.outputs, self.outputs, strict=True)):
             yield f"  output {i}: {shape_text(info)}, got {_summary(output)}"
         for row in self.compared:
@@ -328,9 +335,14 @@ def run(args: argparse.Namespace) -> int:
         uses = [use for use in program.memory().uses if use.what == "planned"]
         planned = [{"method": use.method, "device": use.device, "nbytes": use.nbytes} for use in uses]
         stats = graph.stats if graph else None
-        ran = _Ran(method, outputs, seconds, compared, planned, ordering, stats, _lane(lane, args))
+        confined = None
+        if args.confinement:
+            tenant = lanes.Tenant(args.file, inputs, data=args.data, method=name)
+            confined = lanes.confinement(tenant, lane)
+        ran = _Ran(method, outputs, seconds, compared, planned, ordering, stats, _lane(lane, args), confined)
         if args.json:
             print_json("run", {"file": args.file, **ran.as_dict()})
         else:
             print(f"{args.file}, " + "\n".join(ran.lines()))
-        return OK if all(row["equal"] for row in compared) else DIFFERS
+        stays = confined is None or confined.confined
+        return OK if stays and all(row["equal"] for row in compared) else DIFFERS

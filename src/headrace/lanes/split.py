@@ -59,9 +59,11 @@ def propose(
     """A split into lanes that meets the tenants' targets, measured, or why there is none.
 
     Each tenant is measured alone at several sizes, and gets the smallest lane in which its p99 leaves ``margin`` to its
-    target; tenants without one share what is left equally. Then all of them are run together in these lanes, since memory
-    bandwidth is shared whatever the lanes are: a tenant that misses its target there gets the next larger lane, as long as
-    there is one. What is proposed met every target when it was run.
+    target; tenants without one share what is left equally. Then all of them are run together in these lanes, since lanes
+    do not divide memory bandwidth, and no measurement alone says what others will leave of it. A tenant that misses its
+    target there gets the next larger lane. Where that is not to be had or does not help, those without a target get
+    smaller lanes, from which they draw less bandwidth, half the size each time, and everything is tried again. What is
+    proposed met every target when it was run.
 
     Args:
         tenants: at least one with a target.
@@ -99,17 +101,17 @@ def propose(
                 tuple(curves),
             )
         chosen.append(fits[0])
-    measured: tuple[Measured, ...] = ()
-    missing = ""
+    first, most = tuple(chosen), total
     while True:
-        split = _share(chosen, where)
+        split = _share(chosen, where, most)
         if split is None:
             asked = " + ".join(str(size) for size in chosen if size)
-            reason = missing or (
+            return Proposal(
+                None,
                 f"expected {total} SMs to be enough, got targets that ask for {asked} and {chosen.count(0)} tenants "
-                "for the rest"
+                "for the rest",
+                tuple(curves),
             )
-            return Proposal(None, reason, tuple(curves), measured)
         measured = tuple(measure(tenants, split, device=where, calls=calls))
         missed = [
             i
@@ -118,31 +120,69 @@ def propose(
         ]
         if not missed:
             return Proposal(
-                tuple(one.sms for one in measured), "every target was met, all busy", tuple(curves), measured
+                tuple(one.sms for one in measured), _held(measured, curves), tuple(curves), measured
             )
+        grown = list(chosen)
         for i in missed:
-            one, target = measured[i], tenants[i].target_us
-            alone = next((other for other in curves[i] if other.sms >= one.sms), curves[i][-1])
-            missing = (
-                f"{tenants[i].label}: expected a p99 of {target:g} µs beside the others, got "
-                f"{one.latency.p99_us:.0f} µs in {one.sms} SMs ({alone.latency.p99_us:.0f} µs alone), and there is no "
-                "larger lane for it; what they share, memory bandwidth above all, lanes do not divide"
+            larger = [one.sms for one in curves[i] if one.sms > grown[i]]
+            wider = [*grown[:i], larger[0], *grown[i + 1 :]] if larger else grown
+            if _share(wider, where, most) is not None:
+                grown = wider
+        if grown != chosen:
+            chosen = grown
+            continue
+        # What they draw of the bandwidth is all that is left to change.
+        rest = [size for size, asked in zip(split, chosen, strict=True) if not asked]
+        smaller = _down(rest[0] // 2, where) if rest else 0
+        if smaller == 0:
+            return Proposal(None, _missing(tenants, measured, curves, missed[-1]), tuple(curves), measured)
+        chosen, most = list(first), smaller
+
+
+def _alone(one: Measured, curve: Sequence[Measured]) -> Measured:
+    return next((other for other in curve if other.sms >= one.sms), curve[-1])
+
+
+def _held(measured: Sequence[Measured], curves: Sequence[Sequence[Measured]]) -> str:
+    """What the others cost whom, beyond what a compute-bound neighbour costs."""
+    text = "every target was met, all busy"
+    for one, curve in zip(measured, curves, strict=True):
+        alone = _alone(one, curve)
+        ratio = one.latency.p99_us / alone.latency.p99_us
+        if len(measured) > 1 and alone.sms == one.sms and ratio > MARGIN:
+            text += (
+                f"; {one.tenant} takes {ratio:.1f} times as long as alone in {one.sms} SMs: memory bandwidth is shared, and "
+                "a program that draws more of it than these will change that"
             )
-            larger = [other.sms for other in curves[i] if other.sms > chosen[i]]
-            if not larger:
-                return Proposal(None, missing, tuple(curves), measured)
-            chosen[i] = larger[0]
+    return text
 
 
-def _share(chosen: Sequence[int], device: Any) -> list[int] | None:
-    """Sizes for all: those that were chosen, and equal parts of the rest for 0. None: there is too little."""
+def _missing(
+    tenants: Sequence[Tenant], measured: Sequence[Measured], curves: Sequence[Sequence[Measured]], i: int
+) -> str:
+    one, alone = measured[i], _alone(measured[i], curves[i])
+    return (
+        f"{tenants[i].label}: expected a p99 of {tenants[i].target_us:g} µs beside the others, got "
+        f"{one.latency.p99_us:.0f} µs in {one.sms} SMs ({alone.latency.p99_us:.0f} µs alone in {alone.sms}), and neither a "
+        "larger lane for it nor smaller ones for tenants without a target are left to try; what they share, memory "
+        "bandwidth above all, lanes do not divide"
+    )
+
+
+def _down(size: int, device: Any) -> int:
+    """A size that is granted as it is; 0: less than the smallest."""
     limits = device.sm_limits
     step = max(limits["alignment"], limits["least"])
-    left = limits["total"] - sum(-(-size // step) * step for size in chosen)
+    return int(size // step * step)
+
+
+def _share(chosen: Sequence[int], device: Any, most: int) -> list[int] | None:
+    """Sizes for all: those that were chosen, and equal parts of the rest, ``most`` at most, for 0. None: too little is left."""
+    limits = device.sm_limits
+    step = max(limits["alignment"], limits["least"])
+    left = limits["total"] - sum(min(-(-size // step) * step, limits["total"]) for size in chosen)
     rest = chosen.count(0)
-    if left < rest * limits["least"]:
-        return None
-    each = left // rest // step * step if rest else 0
-    if rest and each < limits["least"]:
+    each = _down(min(left // rest, most), device) if rest else 0
+    if left < 0 or (rest and each == 0):
         return None
     return [size or each for size in chosen]

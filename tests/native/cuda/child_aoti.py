@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import re
 import warnings
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import headrace
-from headrace import aoti, pte
+from headrace import aoti, lanes, pte
 from tests import programs
 
 from .child import driver, refused
@@ -236,6 +237,45 @@ def main() -> None:
     driver.fake_run_all()
     for name in ("cuda:0", "cuda:1"):
         headrace.device(name).synchronize()
+    left = driver.fake_left().decode()
+    assert left == "", left
+    print("done")
+
+
+def look_at_a_lane(nodes: bool = True) -> None:
+    """GC2: compiled kernels, which nobody can change: each is looked at, and one that leaves the lane is named. `nodes`:
+    whether the driver has the entry points for it; what it lacks is named, and the calls are looked at all the same."""
+    gpu = headrace.device("cuda:0")
+    mlp = Mlp()
+    tenant = lanes.Tenant(mlp.program.path, mlp.inputs(0), data=mlp.program.data, name="mlp")
+    lane = gpu.split([8, 16])[1]
+    settle(gpu)
+    seen = lanes.confinement(tenant, lane)
+    assert seen.confined and seen.sms == seen.replayed == frozenset(range(8, 24)) and len(seen.eager) == 4
+    if nodes:
+        assert seen.kernels == len(mlp.kernels) and seen.not_looked == "", seen
+        assert f"{seen.kernels} kernels of its graph are in the lane" in str(seen)
+        name = sorted(mlp.kernels)[0]
+        driver.fake_escape(name)
+        seen = lanes.confinement(tenant, lane)
+        driver.fake_escape(b"")
+        assert not seen.confined and seen.escaped == (f"in its graph: {name.decode()} runs outside the lane",)
+        assert "leaves its lane of 16 SMs" in str(seen) and name.decode() in str(seen)
+        # A driver that tells nothing of functions, which these are.
+        os.environ["FAKE_CONTEXTS"] = "1"
+        seen = lanes.confinement(tenant, lane)
+        assert seen.confined and (seen.kernels, seen.untold_kernels) == (0, len(mlp.kernels))
+        assert f"does not for any of {len(mlp.kernels)}" in seen.not_looked
+        del os.environ["FAKE_CONTEXTS"]
+        del lane, tenant
+        gc.collect()
+        settle(gpu)
+    else:
+        assert seen.kernels == 0 and "without cuGraphGetNodes" in seen.not_looked
+        assert "calls alone were checked" in str(seen)
+        del lane, tenant
+    gc.collect()
+    assert settle(gpu) == 0, gpu.memory()
     left = driver.fake_left().decode()
     assert left == "", left
     print("done")

@@ -8,8 +8,9 @@
 // launch runs a graph's nodes one after the other, as they were captured.
 //
 // Made to differ by the environment (FAKE_DEVICES, FAKE_VERSION, FAKE_INIT, FAKE_NO_POOLS, FAKE_MEMORY,
-// FAKE_CAPABILITY) and,
-// for entry points that are missing, by macros (NO_GREEN, NO_NEWER, NO_POOL_ENTRY, NO_DRIVER).
+// FAKE_CAPABILITY, FAKE_NO_COMPILER, FAKE_FEWER_BLOCKS, FAKE_CONTEXTS, FAKE_NAME, FAKE_MPS, FAKE_GREEN,
+// FAKE_GREEN_CREATE) and, for entry points that are missing, by macros (NO_GREEN, NO_NEWER, NO_NODES,
+// NO_POOL_ENTRY, NO_DRIVER).
 #include <algorithm>
 #include <condition_variable>
 #include <cstdint>
@@ -72,8 +73,14 @@ struct Stream {
   CaptureRef capture;
   size_t captured = 0;  // nodes of the capture that this stream's work is behind, as a count
 };
+struct Graph;
+struct Function;
 struct Node {
   std::function<void()> run, outside;
+  int type = cu::kNodeCopy;
+  Context* context = nullptr;  // of the stream it was captured on
+  const Function* function = nullptr;
+  std::shared_ptr<Graph> child = nullptr;
 };
 struct Capture {
   unsigned long long id = 0;
@@ -124,6 +131,7 @@ struct Module {
 struct Function {
   std::string name;
   std::shared_ptr<Module> module;
+  bool of_library = false;  // a CUkernel
 };
 // What a launch of a kernel does: reads and writes memory as its arguments say. Which those are the driver
 // knows from the code; here it is told, "p" for an address, "i" for 32 bits.
@@ -134,6 +142,7 @@ struct Kernel {
 struct Green {
   Context context;
   unsigned sm_count = 0;
+  std::vector<unsigned> sms;  // their numbers
   bool alive = true;
   int streams = 0;
 };
@@ -160,6 +169,8 @@ std::map<std::string, Kernel> kernels;  // under "" for all others
 std::vector<CaptureRef> captures;
 std::vector<Stream*> spare;  // destroyed streams whose address is to be used again
 bool reuse = false;
+bool wraps = false;
+std::string escapes;  // a kernel that leaves the partition
 std::map<std::string, int64_t> calls;
 struct Fault {
   std::string call;
@@ -333,11 +344,15 @@ Code check_unsafe() {
 }
 
 // Work: a node of the stream's capture, or an operation.
-Code submit(Stream* stream, Lock& lock, std::function<void()> run, std::function<void()> outside = nullptr) {
+Code submit(Stream* stream, Lock& lock, std::function<void()> run, std::function<void()> outside = nullptr,
+            int type = cu::kNodeCopy, const Function* function = nullptr) {
   if (Code code = check_implicit(stream)) return code;
   if (CaptureRef capture = stream->capture) {
     if (capture->broken) return cu::kCaptureInvalidated;
-    capture->nodes.push_back({std::move(run), std::move(outside)});
+    Context* context = function && !escapes.empty() && function->name == escapes
+                           ? &primaries[static_cast<size_t>(stream->context->device)]
+                           : stream->context;
+    capture->nodes.push_back({std::move(run), std::move(outside), type, context, function});
     stream->captured = capture->nodes.size();
     if (stream != capture->origin) capture->unjoined[stream] = stream->captured;
     return cu::kSuccess;
@@ -420,6 +435,17 @@ ENTRY const char* fake_left() {
   }
   for (const std::string& what : wrong) text += what + "; ";
   return text.c_str();
+}
+// From now on the nodes of a capture that ends are those of a child graph, as libraries make them.
+ENTRY void fake_wrap_captures(int yes) {
+  Lock lock(mutex);
+  wraps = yes != 0;
+}
+// A kernel of that name is captured in the primary context, as from a stream that a library forked off the
+// lane.
+ENTRY void fake_escape(const char* name) {
+  Lock lock(mutex);
+  escapes = name;
 }
 ENTRY size_t fake_pool_nbytes() {
   Lock lock(mutex);
@@ -540,17 +566,18 @@ ENTRY Code cuDeviceGet(cu::Device* device, int ordinal) {
 }
 ENTRY Code cuDeviceGetName(char* name, int nbytes, cu::Device device) {
   BEGIN("cuDeviceGetName");
-  std::snprintf(name, static_cast<size_t>(nbytes), "Fake GPU %d", device);
+  const char* called = std::getenv("FAKE_NAME");
+  std::snprintf(name, static_cast<size_t>(nbytes), "%s %d", called ? called : "Fake GPU", device);
   return cu::kSuccess;
 }
 ENTRY Code cuDeviceGetAttribute(int* value, int attribute, cu::Device) {
   BEGIN("cuDeviceGetAttribute");
-  static const std::map<int, int> values = {{cu::kAttributeSmCount, static_cast<int>(kSms)},
-                                            {cu::kAttributeUnifiedAddressing, 1},
-                                            {cu::kAttributeCapabilityMajor, kCapability / 10},
-                                            {cu::kAttributeCapabilityMinor, kCapability % 10},
-                                            {cu::kAttributeMemoryPools, number("FAKE_NO_POOLS", 0) ? 0 : 1},
-                                            {cu::kAttributeMps, 0}};
+  const std::map<int, int> values = {{cu::kAttributeSmCount, static_cast<int>(kSms)},
+                                     {cu::kAttributeUnifiedAddressing, 1},
+                                     {cu::kAttributeCapabilityMajor, kCapability / 10},
+                                     {cu::kAttributeCapabilityMinor, kCapability % 10},
+                                     {cu::kAttributeMemoryPools, number("FAKE_NO_POOLS", 0) ? 0 : 1},
+                                     {cu::kAttributeMps, number("FAKE_MPS", 0)}};
   auto found = values.find(attribute);
   if (found == values.end()) return cu::kInvalidValue;
   *value = found->second;
@@ -735,7 +762,8 @@ ENTRY Code cuMemsetD8Async(cu::Address to, unsigned char byte, size_t nbytes, cu
   uintptr_t start = 0;
   if (block_of(static_cast<uintptr_t>(to), &start) == nullptr) return cu::kInvalidValue;
   if (Code code = check_range(to, nbytes)) return code;
-  return submit(stream, lock, [=] { std::memset(reinterpret_cast<void*>(to), byte, nbytes); });
+  return submit(
+      stream, lock, [=] { std::memset(reinterpret_cast<void*>(to), byte, nbytes); }, nullptr, cu::kNodeFill);
 }
 ENTRY Code cuPointerGetAttributes(unsigned count, int* attributes, void** values, cu::Address address) {
   BEGIN("cuPointerGetAttributes");
@@ -854,7 +882,7 @@ ENTRY Code cuLaunchHostFunc(cu::Stream handle, cu::HostFunction function, void* 
   BEGIN("cuLaunchHostFunc");
   NEEDS_CONTEXT();
   STREAM(stream, handle);
-  return submit(stream, lock, nullptr, [=] { function(data); });
+  return submit(stream, lock, nullptr, [=] { function(data); }, cu::kNodeHost);
 }
 
 // ---- events
@@ -997,6 +1025,7 @@ ENTRY Code cuStreamEndCapture(cu::Stream handle, cu::Graph* out) {
     code = cu::kCaptureUnjoined;
   }
   capture->ended = true;
+  std::vector<Node> nodes = std::move(capture->nodes);  // events may keep the capture
   std::erase(captures, capture);
   for (Stream* other : streams) {
     if (other->capture == capture) other->capture = nullptr;
@@ -1006,7 +1035,14 @@ ENTRY Code cuStreamEndCapture(cu::Stream handle, cu::Graph* out) {
   }
   if (code) return code;
   auto* graph = new Graph();
-  graph->nodes = capture->nodes;
+  graph->nodes = std::move(nodes);
+  if (wraps && graph->nodes.size() > 1) {
+    auto child = std::make_shared<Graph>(*graph);
+    Node node;
+    node.type = cu::kNodeGraph;
+    node.child = child;
+    graph->nodes = {node};
+  }
   graphs.insert(graph);
   *out = reinterpret_cast<cu::Graph>(graph);
   return cu::kSuccess;
@@ -1063,7 +1099,11 @@ ENTRY Code cuGraphLaunch(cu::GraphExec handle, cu::Stream stream_handle) {
   if (!execs.contains(exec)) return cu::kInvalidValue;
   if (stream->capture) return breaks(stream->capture, cu::kCaptureUnsupported);
   if (exec->last) enqueue(stream, nullptr, nullptr, exec->last);
-  for (const Node& node : exec->nodes) enqueue(stream, node.run, node.outside);
+  for (const Node& node : exec->nodes) {
+    if (!node.child) enqueue(stream, node.run, node.outside);
+    for (size_t i = 0; node.child && i < node.child->nodes.size(); ++i)
+      enqueue(stream, node.child->nodes[i].run, node.child->nodes[i].outside);
+  }
   exec->last = enqueue(stream, nullptr);
   advance(stream, lock);
   return cu::kSuccess;
@@ -1090,11 +1130,14 @@ ENTRY Code cuModuleLoadData(cu::Module* out, const void* image) {
   NEEDS_CONTEXT();
   if (Code code = check_unsafe()) return code;
   const auto* bytes = static_cast<const unsigned char*>(image);
+  bool text = std::strncmp(static_cast<const char*>(image), ".version ", 9) == 0;
+  if (text && number("FAKE_NO_COMPILER", 0)) return cu::kNoCompiler;
   bool fatbin = bytes[0] == 0x50 && bytes[1] == 0xED && bytes[2] == 0x55 && bytes[3] == 0xBA;
-  if (!fatbin && std::memcmp(bytes,
-                             "\x7F"
-                             "ELF",
-                             4) != 0)
+  if (!text && !fatbin &&
+      std::memcmp(bytes,
+                  "\x7F"
+                  "ELF",
+                  4) != 0)
     return cu::kInvalidValue;
   auto made = std::make_shared<Module>();
   modules[made.get()] = made;
@@ -1117,7 +1160,7 @@ ENTRY Code cuModuleGetFunction(cu::Function* out, cu::Module handle, const char*
   NEEDS_CONTEXT();
   auto found = modules.find(handle);
   if (found == modules.end()) return cu::kInvalidHandle;
-  auto made = std::make_unique<Function>(Function{name, found->second});
+  auto made = std::make_unique<Function>(Function{name, found->second, false});
   *out = reinterpret_cast<cu::Function>(made.get());
   functions[made.get()] = std::move(made);
   return cu::kSuccess;
@@ -1139,7 +1182,18 @@ ENTRY Code cuLaunchKernel(cu::Function handle, unsigned x, unsigned y, unsigned 
   auto kernel = kernels.find(function.name);
   if (kernel == kernels.end()) kernel = kernels.find("");
   std::function<void()> work;
-  if (kernel != kernels.end()) {
+  if (function.name == "headrace_sms_seen") {
+    // Blocks of it are on all multiprocessors of the stream's context, one after the other; those of a graph
+    // on the ones it was captured in (measured).
+    std::vector<unsigned> sms =
+        stream->context->green ? stream->context->green->sms : std::vector<unsigned>();
+    for (unsigned i = 0; sms.size() < kSms && stream->context->green == nullptr; ++i) sms.push_back(i);
+    if (number("FAKE_FEWER_BLOCKS", 0)) x -= 1;
+    auto* seen = reinterpret_cast<unsigned*>(*static_cast<cu::Address*>(arguments[0]));
+    work = [=] {
+      for (unsigned i = 0; i < x; ++i) seen[i] = sms[i % sms.size()];
+    };
+  } else if (kernel != kernels.end()) {
     std::vector<uint64_t> values;
     for (size_t i = 0; i < kernel->second.signature.size(); ++i) {
       uint64_t value = 0;
@@ -1152,9 +1206,97 @@ ENTRY Code cuLaunchKernel(cu::Function handle, unsigned x, unsigned y, unsigned 
   ++function.module->pending;
   std::shared_ptr<Module> held(function.module.get(),
                                [module = function.module](Module*) { --module->pending; });
-  if (!work) return submit(stream, lock, [held] {});
-  return submit(stream, lock, nullptr, [held, work] { work(); });
+  if (!work) return submit(stream, lock, [held] {}, nullptr, cu::kNodeKernel, &function);
+  return submit(stream, lock, nullptr, [held, work] { work(); }, cu::kNodeKernel, &function);
 }
+ENTRY Code cuFuncGetName(const char** name, cu::Function handle) {
+  BEGIN("cuFuncGetName");
+  auto found = functions.find(handle);
+  if (found == functions.end()) return cu::kInvalidHandle;
+  *name = found->second->name.c_str();
+  return cu::kSuccess;
+}
+
+#ifndef NO_NEWER
+ENTRY Code cuLibraryLoadData(cu::Library* out, const void* image, int*, void**, unsigned, int*, void**,
+                             unsigned) {
+  BEGIN("cuLibraryLoadData");
+  if (Code code = check_unsafe()) return code;
+  if (std::strncmp(static_cast<const char*>(image), ".version ", 9) != 0) return cu::kInvalidValue;
+  auto made = std::make_shared<Module>();
+  modules[made.get()] = made;
+  *out = reinterpret_cast<cu::Library>(made.get());
+  return cu::kSuccess;
+}
+ENTRY Code cuLibraryUnload(cu::Library handle) {
+  BEGIN("cuLibraryUnload");
+  auto found = modules.find(handle);
+  if (found == modules.end()) return cu::kInvalidHandle;
+  if (found->second->pending != 0) wrong.push_back("a library unloaded with work in flight, or in a graph");
+  std::erase_if(functions, [&](auto& item) { return item.second->module == found->second; });
+  modules.erase(found);
+  return cu::kSuccess;
+}
+ENTRY Code cuLibraryGetKernel(cu::Kernel* out, cu::Library handle, const char* name) {
+  BEGIN("cuLibraryGetKernel");
+  auto found = modules.find(handle);
+  if (found == modules.end()) return cu::kInvalidHandle;
+  auto made = std::make_unique<Function>(Function{name, found->second, true});
+  *out = reinterpret_cast<cu::Kernel>(made.get());
+  functions[made.get()] = std::move(made);
+  return cu::kSuccess;
+}
+ENTRY Code cuKernelGetName(const char** name, cu::Kernel handle) {
+  BEGIN("cuKernelGetName");
+  auto found = functions.find(handle);
+  if (found == functions.end()) return cu::kInvalidHandle;
+  *name = found->second->name.c_str();
+  return cu::kSuccess;
+}
+#endif
+
+// ---- a graph's nodes
+
+#ifndef NO_NODES
+ENTRY Code cuGraphGetNodes(cu::Graph handle, cu::GraphNode* nodes, size_t* count) {
+  BEGIN("cuGraphGetNodes");
+  auto* graph = reinterpret_cast<Graph*>(handle);
+  size_t room = nodes ? *count : graph->nodes.size();
+  *count = std::min(room, graph->nodes.size());
+  for (size_t i = 0; nodes != nullptr && i < room; ++i)
+    nodes[i] = i < *count ? reinterpret_cast<cu::GraphNode>(&graph->nodes[i]) : nullptr;
+  return cu::kSuccess;
+}
+ENTRY Code cuGraphNodeGetType(cu::GraphNode node, int* type) {
+  BEGIN("cuGraphNodeGetType");
+  *type = reinterpret_cast<Node*>(node)->type;
+  return cu::kSuccess;
+}
+ENTRY Code cuGraphChildGraphNodeGetGraph(cu::GraphNode node, cu::Graph* graph) {
+  BEGIN("cuGraphChildGraphNodeGetGraph");
+  *graph = reinterpret_cast<cu::Graph>(reinterpret_cast<Node*>(node)->child.get());
+  return *graph ? cu::kSuccess : cu::kInvalidValue;
+}
+// FAKE_CONTEXTS: "1": functions have the primary context wherever they were captured, kernels of libraries
+// the stream's; "2": all have the primary one.
+ENTRY Code cuGraphKernelNodeGetParams_v2(cu::GraphNode handle, cu::KernelNode* params) {
+  BEGIN("cuGraphKernelNodeGetParams");
+  const Node& node = *reinterpret_cast<Node*>(handle);
+  if (node.type != cu::kNodeKernel) return cu::kInvalidValue;
+  *params = cu::KernelNode{};
+  auto* function = const_cast<Function*>(node.function);
+  if (function->of_library) {
+    params->kernel = reinterpret_cast<cu::Kernel>(function);
+  } else {
+    params->function = reinterpret_cast<cu::Function>(function);
+  }
+  int hides = number("FAKE_CONTEXTS", 0);
+  bool told = hides == 0 || (hides == 1 && function->of_library);
+  params->context = reinterpret_cast<cu::Context>(
+      told ? node.context : &primaries[static_cast<size_t>(node.context->device)]);
+  return cu::kSuccess;
+}
+#endif
 
 // ---- green contexts
 
@@ -1171,6 +1313,7 @@ Hidden& hidden(cu::Resource& resource) { return *reinterpret_cast<Hidden*>(resou
 
 ENTRY Code cuDeviceGetDevResource(cu::Device, cu::Resource* resource, int type) {
   BEGIN("cuDeviceGetDevResource");
+  if (int code = number("FAKE_GREEN", 0)) return code;
   if (type != cu::kResourceSm) return cu::kInvalidResourceType;
   *resource = cu::Resource{};
   resource->type = cu::kResourceSm;
@@ -1220,6 +1363,7 @@ ENTRY Code cuDevResourceGenerateDesc(cu::ResourceDescription* out, cu::Resource*
 ENTRY Code cuGreenCtxCreate(cu::GreenContext* out, cu::ResourceDescription description, cu::Device device,
                             unsigned flags) {
   BEGIN("cuGreenCtxCreate");
+  if (int code = number("FAKE_GREEN_CREATE", 0)) return code;
   if (flags != cu::kGreenDefaultStream) return cu::kInvalidValue;
   auto* green = new Green();
   green->context.device = device;
@@ -1228,8 +1372,12 @@ ENTRY Code cuGreenCtxCreate(cu::GreenContext* out, cu::ResourceDescription descr
   green->sm_count = kSms;
   if (description) {
     green->sm_count = 0;
-    for (const cu::Resource& part : reinterpret_cast<Description*>(description)->parts)
+    for (cu::Resource& part : reinterpret_cast<Description*>(description)->parts) {
       green->sm_count += part.sm.sm_count;
+      uint64_t at = hidden(part).part;
+      unsigned first = at == 1000 ? kSms - part.sm.sm_count : static_cast<unsigned>(at) * part.sm.sm_count;
+      for (unsigned i = 0; i < part.sm.sm_count; ++i) green->sms.push_back(first + i);
+    }
   } else {
     wrong.push_back("a green context from a failed description");
   }

@@ -2,7 +2,9 @@
 // a test and the fake in LD_LIBRARY_PATH; main.cpp is the other native tests' own.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 
@@ -224,6 +226,7 @@ struct Everything {
   EventRef event = *device->create_event(true), other = *device->create_event(true);
   GraphRef graph;
   GraphExecRef exec;
+  PartitionRef lane = (*device->split(std::vector<int>{8}))[0];
   Everything() {
     CHECK_OK(device->begin_capture(stream, CaptureMode::kThreadLocal));
     CHECK_OK(device->fill(data, 1, 64, stream));
@@ -290,6 +293,9 @@ struct Everything {
         {"cuGreenCtxCreate", [this] { return device->split(std::vector<int>{8}).status(); }},
         {"cuGreenCtxGetDevResource", [this] { return device->split(std::vector<int>{8}).status(); }},
         {"cuDevResourceGenerateDesc", [this] { return device->split(std::vector<int>{8}).status(); }},
+        {"cuModuleLoadData", [this] { return device->sms_seen(stream).status(); }},
+        {"cuLaunchKernel", [this] { return device->sms_seen(stream, true).status(); }},
+        {"cuGraphGetNodes", [this] { return device->work_of(*graph, lane).status(); }},
     };
   }
 };
@@ -820,6 +826,187 @@ TEST(cuda_a_partition_that_fails_leaves_nothing_and_takes_nothing) {
     }
   }
   CHECK_EQ((*device->split(std::vector<int>{132}))[0]->sm_count(), 132);
+  nothing_left();
+}
+
+// ---- where work runs
+
+// A kernel of somebody's, loaded in the primary context as CuPy and compiled libraries load theirs.
+struct Theirs {
+  cu::Module module = nullptr;
+  cu::Function function = nullptr;
+  cu::Context primary = nullptr;
+  Theirs() {
+    CHECK_EQ(fake<cu::Code(cu::Context*, int)>("cuDevicePrimaryCtxRetain")(&primary, 0), 0);
+    enter();
+    static const unsigned char image[] = {0x7F, 'E', 'L', 'F'};
+    CHECK_EQ(fake<cu::Code(cu::Module*, const void*)>("cuModuleLoadData")(&module, image), 0);
+    CHECK_EQ(fake<cu::Code(cu::Function*, cu::Module, const char*)>("cuModuleGetFunction")(&function, module,
+                                                                                           "theirs"),
+             0);
+    leave();
+  }
+  ~Theirs() {
+    enter();
+    CHECK_EQ(fake<cu::Code(cu::Module)>("cuModuleUnload")(module), 0);
+    leave();
+    CHECK_EQ(fake<cu::Code(int)>("cuDevicePrimaryCtxRelease_v2")(0), 0);
+  }
+  void enter() const { CHECK_EQ(fake<cu::Code(cu::Context)>("cuCtxPushCurrent_v2")(primary), 0); }
+  static void leave() {
+    cu::Context former = nullptr;
+    CHECK_EQ(fake<cu::Code(cu::Context*)>("cuCtxPopCurrent_v2")(&former), 0);
+  }
+  void launch(StreamHandle stream) const {
+    enter();
+    CHECK_EQ(fake<cu::Code(cu::Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                           cu::Stream, void**, void**)>("cuLaunchKernel")(
+                 function, 1, 1, 1, 1, 1, 1, 0, reinterpret_cast<cu::Stream>(stream), nullptr, nullptr),
+             0);
+    leave();
+  }
+};
+
+bool disjoint(const std::vector<int>& a, const std::vector<int>& b) {
+  return std::none_of(a.begin(), a.end(), [&](int n) { return std::find(b.begin(), b.end(), n) != b.end(); });
+}
+
+TEST(cuda_says_on_which_multiprocessors_work_runs) {
+  DeviceRef device = gpu();
+  auto lanes = device->split(std::vector<int>{8, 64});
+  StreamHandle small = *device->create_stream({0, false, (*lanes)[0]});
+  StreamHandle large = *device->create_stream({0, false, (*lanes)[1]});
+  StreamHandle plain = *device->create_stream({});
+  for (bool replayed : {false, true}) {
+    auto first = device->sms_seen(small, replayed), second = device->sms_seen(large, replayed);
+    CHECK_OK(first);
+    CHECK_OK(second);
+    CHECK(std::ssize(*first) == 8 && std::ssize(*second) == 64 && disjoint(*first, *second));
+    CHECK(std::is_sorted(first->begin(), first->end()));
+    for (StreamHandle whole : {plain, kLegacyStream, kPerThreadStream}) {
+      auto all = device->sms_seen(whole, replayed);
+      CHECK_OK(all);
+      CHECK(std::ssize(*all) == 132 && all->front() == 0 && all->back() == 131);
+    }
+  }
+  // A stream that captures is left alone, and so is a capture of this thread elsewhere.
+  CHECK_OK(device->begin_capture(plain, CaptureMode::kThreadLocal));
+  CHECK_REFUSED(device->sms_seen(plain), kCapture, "sms_seen", "one that does");
+  for (bool replayed : {false, true}) CHECK_EQ(std::ssize(*device->sms_seen(small, replayed)), 8);
+  CHECK_OK(device->end_capture(plain));
+  CHECK_REFUSED(device->sms_seen(0xDEAD), kInput, "no stream");
+  for (StreamHandle stream : {small, large, plain}) CHECK_OK(device->destroy_stream(stream));
+  *lanes = std::vector<PartitionRef>();
+  nothing_left();
+}
+
+TEST(cuda_what_goes_wrong_where_work_says_where_it_runs_is_typed_and_leaves_nothing) {
+  DeviceRef device = gpu();
+  PartitionRef lane = (*device->split(std::vector<int>{8}))[0];
+  StreamHandle stream = *device->create_stream({0, false, lane});
+  for (const char* entry :
+       {"cuModuleLoadData", "cuModuleGetFunction", "cuMemAllocFromPoolAsync", "cuMemsetD8Async",
+        "cuLaunchKernel", "cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphInstantiate", "cuGraphLaunch",
+        "cuStreamSynchronize", "cuMemcpyAsync", "cuDeviceGetAttribute"}) {
+    check::Note note(entry);
+    fail(entry, 0, cu::kIllegalAddress);
+    CHECK_REFUSED(device->sms_seen(stream, true), kDevice, "cuda:0", "CUDA_ERROR_ILLEGAL_ADDRESS");
+    CHECK(now() == nullptr);
+    fake<void()>("fake_forget_faults")();
+    CHECK_EQ(std::ssize(*device->sms_seen(stream, true)), 8);
+  }
+  fail("cuMemAllocFromPoolAsync", 0, cu::kOutOfMemory);
+  CHECK_REFUSED(device->sms_seen(stream), kOutOfDeviceMemory, "cuda:0");
+  setenv("FAKE_NO_COMPILER", "1", 1);
+  CHECK_REFUSED(device->sms_seen(stream), kDevice, "compiles PTX", "221", "libnvidia-ptxjitcompiler.so.1");
+  unsetenv("FAKE_NO_COMPILER");
+  setenv("FAKE_FEWER_BLOCKS", "1", 1);
+  CHECK_REFUSED(device->sms_seen(stream), kDevice, "a note of every block");
+  unsetenv("FAKE_FEWER_BLOCKS");
+  CHECK_OK(device->destroy_stream(stream));
+  lane = nullptr;
+  nothing_left();
+}
+
+TEST(cuda_tells_which_kernels_of_a_graph_run_outside_its_partition) {
+  DeviceRef device = gpu();
+  {
+    Theirs theirs;
+    auto lanes = device->split(std::vector<int>{8, 16});
+    PartitionRef lane = (*lanes)[0];
+    StreamHandle inside = *device->create_stream({0, false, lane}), plain = *device->create_stream({});
+    StreamHandle second = *device->create_stream({0, false, lane});
+    StreamHandle beside = *device->create_stream({0, false, (*lanes)[1]});
+    void* data = *device->allocate(8, plain);
+    CHECK_OK(device->synchronize(plain));
+    // Two kernels and a fill in the lane, and one on each of the streams that were forked into the capture.
+    auto capture = [&](std::vector<StreamHandle> forked) {
+      EventRef fork = *device->create_event();
+      CHECK_OK(device->begin_capture(inside, CaptureMode::kThreadLocal));
+      theirs.launch(inside);
+      CHECK_OK(device->fill(data, 1, 8, inside));
+      CHECK_OK(device->call(inside, [] { return Status(); }, {}));
+      CHECK_OK(device->record(*fork, inside));
+      for (StreamHandle stream : forked) {
+        EventRef join = *device->create_event();
+        CHECK_OK(device->wait(stream, *fork));
+        theirs.launch(stream);
+        CHECK_OK(device->record(*join, stream));
+        CHECK_OK(device->wait(inside, *join));
+      }
+      theirs.launch(inside);
+      auto graph = device->end_capture(inside);
+      CHECK_OK(graph);
+      return *graph;
+    };
+    auto outside = [](const GraphWork& work) {
+      return std::count_if(work.pieces.begin(), work.pieces.end(), [](auto& piece) { return !piece.inside; });
+    };
+    for (bool child : {false, true}) {
+      fake<void(int)>("fake_wrap_captures")(child);
+      GraphRef kept = capture({second});
+      GraphRef escaped = capture({plain, second, beside});
+      fake<void(int)>("fake_wrap_captures")(0);
+      auto work = device->work_of(*kept, lane);
+      CHECK_OK(work);
+      CHECK(work->pieces.size() == 3 && outside(*work) == 0 && work->untold == 1);
+      work = device->work_of(*escaped, lane);
+      CHECK(work->pieces.size() == 5 && outside(*work) == 2 && work->untold == 1);
+      for (const GraphWork::Piece& piece : work->pieces) CHECK(piece.name == "theirs");
+      // Of the other lane just one is inside.
+      CHECK_EQ(outside(*device->work_of(*escaped, (*lanes)[1])), 4);
+      // While the thread captures elsewhere, which goes on.
+      StreamHandle elsewhere = *device->create_stream({});
+      CHECK_OK(device->begin_capture(elsewhere, CaptureMode::kThreadLocal));
+      CHECK_EQ(outside(*device->work_of(*escaped, lane)), 2);
+      CHECK_OK(device->end_capture(elsewhere));
+      CHECK_OK(device->destroy_stream(elsewhere));
+      CHECK_REFUSED(device->work_of(*kept, nullptr), kInput, "a partition to compare with");
+      for (const char* entry : {"cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphKernelNodeGetParams",
+                                "cuStreamBeginCapture", "cuLaunchKernel"}) {
+        check::Note note(entry);
+        fail(entry, 0, cu::kIllegalAddress);
+        CHECK_REFUSED(device->work_of(*kept, lane), kDevice, "work_of", "CUDA_ERROR_ILLEGAL_ADDRESS");
+      }
+      // Names are for messages alone.
+      fail("cuFuncGetName", 0, cu::kInvalidHandle);
+      CHECK(device->work_of(*kept, lane)->pieces[0].name.empty());
+      // A driver that tells nothing of functions: they are counted, where kernels of libraries show that
+      // others are told; and one that tells nothing at all.
+      setenv("FAKE_CONTEXTS", "1", 1);
+      if (fake<cu::Code(cu::Library)>("cuLibraryUnload") != nullptr) {
+        work = device->work_of(*escaped, lane);
+        CHECK_OK(work);
+        CHECK(work->pieces.empty() && work->untold_kernels == 5 && work->untold == 1);
+      }
+      setenv("FAKE_CONTEXTS", "2", 1);
+      CHECK_REFUSED(device->work_of(*escaped, lane), kNotSupported, "by their contexts", "sms_seen()");
+      unsetenv("FAKE_CONTEXTS");
+      CHECK(now() == nullptr);
+    }
+    CHECK_OK(device->free(data, plain));
+    for (StreamHandle stream : {inside, second, plain, beside}) CHECK_OK(device->destroy_stream(stream));
+  }
   nothing_left();
 }
 

@@ -9,12 +9,14 @@ import functools
 import hashlib
 import importlib.metadata
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.conftest import run_python, succeeded
 from tests.native import compiler
 from tests.native.device import test_device as device_tests
@@ -80,7 +82,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("without", [(), ("NO_NEWER",)], ids=["of CUDA 13.0", "of CUDA 12.4"])
 def test_the_device_keeps_the_rules(without: tuple[str, ...]) -> None:
-    """LT1, LT3, LT4, GR4, GR8, GC1, CS6, SY2, DM3, DM4: sentences in test_cuda.cpp; entry points that came later
+    """LT1, LT3, LT4, GR4, GR8, GC1, GC2, CS6, SY2, DM3, DM4: sentences in test_cuda.cpp; entry points that came later
     are looked up and done without."""
     # The fake makes some objects for the process, which are no leaks of ours: it counts those itself.
     variables = environment(fake(*without), ASAN_OPTIONS="detect_leaks=0")
@@ -88,7 +90,7 @@ def test_the_device_keeps_the_rules(without: tuple[str, ...]) -> None:
         [str(binary())], capture_output=True, text=True, env={**os.environ, **variables}, timeout=600
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout[-6000:] + done.stderr[-6000:]
-    assert "27 tests" in done.stdout and " 0 failures" in done.stdout
+    assert "30 tests" in done.stdout and " 0 failures" in done.stdout
 
 
 def test_programs_and_arrays_on_the_fake_device(upstream: Callable[..., Path]) -> None:
@@ -117,6 +119,13 @@ def test_aotinductor_on_the_fake_device() -> None:
     theirs = ("Error: ", "Failed to ")
     assert all(line.startswith(theirs) for line in done.stderr.splitlines()), done.stderr[-3000:]
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("without", [(), ("NO_NODES",)], ids=["of CUDA 13.0", "that tells no nodes"])
+def test_compiled_kernels_are_looked_at_in_their_lane(without: tuple[str, ...]) -> None:
+    """GC2: a real CUDA library on the fake device; what each part shows is in child_aoti.py."""
+    child = f"from tests.native.cuda.child_aoti import look_at_a_lane as main; main(nodes={not without})"
+    assert succeeded(run_python(child, environment=environment(fake(*without)))) == "done\n"
 
 
 def test_a_library_for_another_gpu_is_refused_by_name() -> None:
@@ -204,6 +213,85 @@ def test_without_green_contexts_the_rest_works() -> None:
     refusal, doctor = out.splitlines()
     assert "green contexts" in refusal and "cuDeviceGetDevResource" in refusal and "13.0" in refusal
     assert doctor == "the driver has no cuDeviceGetDevResource"
+
+
+SHARED = {
+    "a GPU without": (
+        {"FAKE_GREEN": "801"},
+        ("CUDA_ERROR_NOT_SUPPORTED", "cuDeviceGetDevResource", "whole device"),
+    ),
+    "MPS": (
+        {"FAKE_GREEN": "801", "FAKE_MPS": "1"},
+        ("cuDeviceGetDevResource", "under MPS", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"),
+    ),
+    "MPS, later": (
+        {"FAKE_GREEN_CREATE": "915", "FAKE_MPS": "1"},
+        ("INVALID_RESOURCE_CONFIGURATION", "cuGreenCtxCreate", "under MPS", "without the MPS server"),
+    ),
+    "MPS, another failure": ({"FAKE_GREEN_CREATE": "700", "FAKE_MPS": "1"}, ("ILLEGAL_ADDRESS", "under MPS")),
+    "MIG": (
+        {"FAKE_GREEN": "914", "FAKE_NAME": "NVIDIA H200 MIG 1g.18gb"},
+        ("a MIG instance", "NVIDIA H200 MIG 1g.18gb", "let an instance be the lane"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_a_gpu_that_is_shared_or_cannot_be_split_says_so_and_what_to_do(what: str) -> None:
+    """GC1: a DeviceError; nothing falls back, nothing is taken; the planner and the doctor go on."""
+    variables, words = SHARED[what]
+    out = succeeded(
+        run_python(
+            """
+            import numpy as np
+            import headrace
+            from headrace import lanes
+
+            gpu = headrace.device("cuda:0")
+            for _ in range(2):
+                try:
+                    gpu.partition(sms=8)
+                except headrace.DeviceError as error:
+                    assert error.device == "cuda:0"
+                    print(error)
+            if gpu.sm_limits["least"] == 0:
+                try:
+                    lanes.propose([lanes.Tenant("none.pte", (), target_us=1)], device=gpu)
+                except headrace.DeviceError as error:
+                    print(error)
+            assert (gpu.to_device(np.ones(3), stream=gpu.stream()).numpy() == 1).all()
+            """,
+            environment=environment(fake(), **variables),
+        )
+    )
+    lines = out.splitlines()
+    assert len(lines) == (3 if "FAKE_GREEN" in variables else 2)
+    for line in lines:
+        assert line.startswith("cuda:0, split: ")
+        for word in words:
+            assert word in line, (word, line)
+
+
+def test_the_kernel_that_says_where_it_runs_assembles() -> None:
+    """GC2: by NVIDIA's assembler, which comes with the exporter's Triton, for what it knows of; the fake reads no PTX."""
+    source = (NATIVE / "device/cuda_probe.cpp").read_text()
+    (code,) = re.findall(r'kCode = R"\((.*?)\)";', source, re.DOTALL)
+    found = subprocess.run(
+        [programs.export_python(), "-c", "import triton; print(triton.__path__[0])"],
+        capture_output=True,
+        text=True,
+    )
+    assembler = Path(found.stdout.strip()) / "backends/nvidia/bin/ptxas"
+    if found.returncode or not assembler.exists():
+        pytest.skip("the exporter's Python has no Triton: set HEADRACE_EXPORT_PYTHON")
+    for architecture in ("sm_75", "sm_80", "sm_90"):
+        done = subprocess.run(
+            [assembler, f"-arch={architecture}", "-o", os.devnull, "-"],
+            input=code,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stdout + done.stderr) == (0, ""), architecture
 
 
 def test_our_declarations_are_nvidia_s() -> None:

@@ -108,10 +108,19 @@ SAME_FUNCTION(GreenCtxCreate, cuGreenCtxCreate);
 SAME_FUNCTION(GreenCtxDestroy, cuGreenCtxDestroy);
 SAME_FUNCTION(GreenCtxGetDevResource, cuGreenCtxGetDevResource);
 SAME_FUNCTION(GreenCtxStreamCreate, cuGreenCtxStreamCreate);
+SAME_FUNCTION(GraphGetNodes, cuGraphGetNodes);
+SAME_FUNCTION(GraphNodeGetType, cuGraphNodeGetType);
+SAME_FUNCTION(GraphChildGraph, cuGraphChildGraphNodeGetGraph);
+SAME_FUNCTION(GraphKernelNode, cuGraphKernelNodeGetParams_v2);
+SAME_FUNCTION(FuncGetName, cuFuncGetName);
+SAME_FUNCTION(KernelGetName, cuKernelGetName);
+SAME_FUNCTION(LibraryLoadData, cuLibraryLoadData);
+SAME_FUNCTION(LibraryUnload, cuLibraryUnload);
+SAME_FUNCTION(LibraryGetKernel, cuLibraryGetKernel);
 
 // Every entry of the table is compared above.
 #define ONE(name, symbol, arguments) +1
-static_assert(0 HEADRACE_DRIVER_REQUIRED(ONE) HEADRACE_DRIVER_OPTIONAL(ONE) == 65,
+static_assert(0 HEADRACE_DRIVER_REQUIRED(ONE) HEADRACE_DRIVER_OPTIONAL(ONE) == 74,
               "an entry is not compared here");
 
 static_assert(sizeof(cu::PoolProperties) == sizeof(CUmemPoolProps));
@@ -121,6 +130,10 @@ static_assert(offsetof(cu::PoolProperties, location_type) == offsetof(CUmemPoolP
 static_assert(offsetof(cu::PoolProperties, location_id) == offsetof(CUmemPoolProps, location) + sizeof(int));
 static_assert(offsetof(cu::PoolProperties, max_nbytes) == offsetof(CUmemPoolProps, maxSize));
 static_assert(offsetof(cu::PoolProperties, usage) == offsetof(CUmemPoolProps, usage));
+static_assert(sizeof(cu::KernelNode) == sizeof(CUDA_KERNEL_NODE_PARAMS_v2));
+static_assert(offsetof(cu::KernelNode, function) == offsetof(CUDA_KERNEL_NODE_PARAMS_v2, func));
+static_assert(offsetof(cu::KernelNode, kernel) == offsetof(CUDA_KERNEL_NODE_PARAMS_v2, kern));
+static_assert(offsetof(cu::KernelNode, context) == offsetof(CUDA_KERNEL_NODE_PARAMS_v2, ctx));
 static_assert(sizeof(cu::Resource) == sizeof(CUdevResource));
 static_assert(offsetof(cu::Resource, sm) == offsetof(CUdevResource, sm));
 static_assert(offsetof(cu::SmResource, sm_count) == offsetof(CUdevSmResource, smCount));
@@ -137,6 +150,10 @@ NUMBER(kNoDevice, CUDA_ERROR_NO_DEVICE);
 NUMBER(kInvalidDevice, CUDA_ERROR_INVALID_DEVICE);
 NUMBER(kInvalidContext, CUDA_ERROR_INVALID_CONTEXT);
 NUMBER(kNoBinaryForGpu, CUDA_ERROR_NO_BINARY_FOR_GPU);
+NUMBER(kInvalidPtx, CUDA_ERROR_INVALID_PTX);
+NUMBER(kNoCompiler, CUDA_ERROR_JIT_COMPILER_NOT_FOUND);
+NUMBER(kUnsupportedPtx, CUDA_ERROR_UNSUPPORTED_PTX_VERSION);
+NUMBER(kCompilerDisabled, CUDA_ERROR_JIT_COMPILATION_DISABLED);
 NUMBER(kInvalidHandle, CUDA_ERROR_INVALID_HANDLE);
 NUMBER(kIllegalState, CUDA_ERROR_ILLEGAL_STATE);
 NUMBER(kNotReady, CUDA_ERROR_NOT_READY);
@@ -186,6 +203,18 @@ NUMBER(kCaptureRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED);
 NUMBER(kStatusNone, CU_STREAM_CAPTURE_STATUS_NONE);
 NUMBER(kStatusActive, CU_STREAM_CAPTURE_STATUS_ACTIVE);
 NUMBER(kStatusInvalidated, CU_STREAM_CAPTURE_STATUS_INVALIDATED);
+NUMBER(kNodeKernel, CU_GRAPH_NODE_TYPE_KERNEL);
+NUMBER(kNodeCopy, CU_GRAPH_NODE_TYPE_MEMCPY);
+NUMBER(kNodeFill, CU_GRAPH_NODE_TYPE_MEMSET);
+NUMBER(kNodeHost, CU_GRAPH_NODE_TYPE_HOST);
+NUMBER(kNodeGraph, CU_GRAPH_NODE_TYPE_GRAPH);
+NUMBER(kNodeEmpty, CU_GRAPH_NODE_TYPE_EMPTY);
+NUMBER(kNodeWait, CU_GRAPH_NODE_TYPE_WAIT_EVENT);
+NUMBER(kNodeRecord, CU_GRAPH_NODE_TYPE_EVENT_RECORD);
+NUMBER(kNodeSignalSemaphore, CU_GRAPH_NODE_TYPE_EXT_SEMAS_SIGNAL);
+NUMBER(kNodeWaitSemaphore, CU_GRAPH_NODE_TYPE_EXT_SEMAS_WAIT);
+NUMBER(kNodeAllocate, CU_GRAPH_NODE_TYPE_MEM_ALLOC);
+NUMBER(kNodeFree, CU_GRAPH_NODE_TYPE_MEM_FREE);
 NUMBER(kResourceSm, CU_DEV_RESOURCE_TYPE_SM);
 NUMBER(kGreenDefaultStream, CU_GREEN_CTX_DEFAULT_STREAM);
 

@@ -169,4 +169,70 @@ TEST(a_partition_may_outlive_its_device) {
   partition.reset();
 }
 
+// GC2: a probe sees the multiprocessors of its stream's partition, on every schedule, and those that a graph
+// was captured in; nothing else of the stream is disturbed.
+TEST(work_says_on_which_multiprocessors_it_runs) {
+  check::on_every_schedule([](SimDevice& device) {
+    auto lanes = device.split(std::vector<int>{8, 16});
+    StreamHandle small = *device.create_stream({0, false, (*lanes)[0]});
+    StreamHandle large = *device.create_stream({0, false, (*lanes)[1]});
+    std::vector<int> first, second, all;
+    for (int number = 0; number < 132; ++number) {
+      all.push_back(number);
+      if (number < 8) first.push_back(number);
+      if (number >= 8 && number < 24) second.push_back(number);
+    }
+    for (bool replayed : {false, true}) {
+      CHECK(*device.sms_seen(small, replayed) == first);
+      CHECK(*device.sms_seen(large, replayed) == second);
+      CHECK(*device.sms_seen(kPerThreadStream, replayed) == all);
+    }
+    CHECK_EQ(device.calls("sms_seen"), 6);
+    // The lowest that are free come first.
+    CHECK_OK(device.destroy_stream(small));
+    (*lanes)[0] = nullptr;
+    auto again = device.split(std::vector<int>{16});
+    StreamHandle stream = *device.create_stream({0, false, (*again)[0]});
+    auto seen = *device.sms_seen(stream);
+    CHECK(std::ssize(seen) == 16 && seen[7] == 7 && seen[8] == 24);
+    CHECK_OK(device.begin_capture(stream, CaptureMode::kThreadLocal));
+    CHECK_REFUSED(device.sms_seen(stream), kCapture, "a stream that does not capture");
+    CHECK_OK(device.end_capture(stream));
+    CHECK_OK(device.inject({"sms_seen", 0, ErrorCode::kDevice}));
+    CHECK_REFUSED(device.sms_seen(stream), kDevice);
+  });
+  CHECK_REFUSED(cpu_device()->sms_seen(kPerThreadStream), kDevice, "multiprocessors");
+}
+
+// GC2, GR3: each piece of work of a graph belongs to the partition of the stream it was captured on.
+TEST(a_graph_tells_what_of_it_runs_outside_a_partition) {
+  check::on_every_schedule([](SimDevice& device) {
+    auto lanes = device.split(std::vector<int>{8, 16});
+    StreamHandle inside = *device.create_stream({0, false, (*lanes)[0]}), plain = *device.create_stream({});
+    void* data = *device.allocate(8, plain);
+    CHECK_OK(device.synchronize(plain));
+    EventRef fork = *device.create_event(), join = *device.create_event();
+    CHECK_OK(device.begin_capture(inside, CaptureMode::kThreadLocal));
+    CHECK_OK(device.fill(data, 1, 8, inside));
+    CHECK_OK(device.record(*fork, inside));
+    CHECK_OK(device.wait(plain, *fork));
+    CHECK_OK(device.call(plain, [] { return Status(); }, {}));
+    CHECK_OK(device.record(*join, plain));
+    CHECK_OK(device.wait(inside, *join));
+    auto graph = device.end_capture(inside);
+    CHECK_OK(graph);
+    auto work = device.work_of(**graph, (*lanes)[0]);
+    CHECK(work->pieces.size() == 2 && work->untold == 0);
+    CHECK(work->pieces[0].name == "fill" && work->pieces[0].inside);
+    CHECK(work->pieces[1].name == "call" && !work->pieces[1].inside);
+    work = device.work_of(**graph, (*lanes)[1]);
+    CHECK(!work->pieces[0].inside && !work->pieces[1].inside);
+    CHECK_REFUSED(device.work_of(**graph, nullptr), kInput, "partition");
+    auto other = make_sim_device({});
+    auto theirs = other->split(std::vector<int>{8});
+    CHECK_REFUSED(device.work_of(**graph, (*theirs)[0]), kDevice, "partition");
+    CHECK_REFUSED(other->work_of(**graph, (*theirs)[0]), kDevice, "graph");
+  });
+}
+
 }  // namespace
