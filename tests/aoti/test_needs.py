@@ -94,4 +94,7 @@ def test_two_majors_in_one_process_are_refused(made: Any) -> None:
     site, _, program = made(13)
     refused, missing = said(program, twelve, site=site)
     for text in (refused, missing):
-        assert f"the library 'libcublas.so.13' where this process holds '{twelve.name}', of another major" in text
+        assert (
+            f"the library 'libcublas.so.13' where this process holds '{twelve.name}', of another major"
+            in text
+        )
