@@ -676,7 +676,7 @@ def missing_code_is_found(folder: Path) -> None:
 @case
 def blocks_follow_the_size_of_the_product(folder: Path) -> None:
     """Small blocks for small products, large ones for large, and none that does not fit."""
-    from headrace.export.tiles import Block, Product, best
+    from headrace.export.tiles import SMALL, Block, Product, best
 
     blocks = [
         Block(32, 32, 16, 1, 2),
@@ -691,6 +691,22 @@ def blocks_follow_the_size_of_the_product(folder: Path) -> None:
     assert blocks[best(Product(1, 8192, 8192, 8192, 2), blocks, sms=132, block_nbytes=64 << 10)].m == 32
     # Where none fits, the least.
     assert best(Product(1, 64, 64, 64, 8), blocks[3:], **room) == 0
+    # Few results: as many blocks as keep the multiprocessors busy, in few steps.
+    inductors = [
+        Block(32, 32, 16, 1, 2),
+        Block(32, 32, 128, 2, 4),
+        Block(64, 64, 64, 3, 8),
+        Block(128, 128, 64, 3, 4),
+    ]
+    every = [*inductors, *SMALL]
+    for product, (m, n) in (
+        (Product(1, 64, 256, 1024, 4), (16, 16)),
+        (Product(4, 64, 64, 64, 2), (16, 16)),
+        (Product(1, 64, 1024, 256, 2), (16, 32)),
+        (Product(1, 2048, 1024, 1024, 2), (128, 128)),
+    ):
+        chosen = every[best(product, every, **room)]
+        assert (chosen.m, chosen.n, chosen.k) == (m, n, 64), (product, chosen)
 
 
 @case
