@@ -12,12 +12,13 @@ import headrace
 from headrace.testing.tensorrt import StandIn, stand_in
 from tests import programs
 from tests.conftest import array_of, assert_close, run_python, succeeded
+from tests.contract.conftest import SEEDS
 
 SCHEDULES: dict[str, list[Any]] = {
     "cpu": [None],
     "sim-eager": ["eager"],
     "sim-late": ["late"],
-    "sim-seeds": list(range(12)),
+    "sim-seeds": list(range(SEEDS)),
 }
 
 
