@@ -64,6 +64,41 @@ def who(split: Any) -> dict[str, str]:
     return {n.name: n.delegate for n in split if n.operator != "getitem"}
 
 
+# -------------------- constants
+
+
+@case
+def constants_that_are_no_parameters_are_verified(folder: Path) -> None:
+    """EX4: a tensor written into the code, a buffer that no state dict has, in several methods; a program of the
+    caller's is as it was."""
+    import torch
+    from torch import nn
+
+    from headrace.export import Aoti, Xnnpack
+
+    class Literal(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x * torch.tensor([0.1, 0.2, 0.3])
+
+    class Buffer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("w", randn(3), persistent=False)
+
+        def forward(self, x: Any) -> Any:
+            return x * self.w
+
+    x = (randn(2, 3),)
+    models = {"literal": Literal().eval(), "buffer": torch.export.export(Buffer().eval(), x)}
+    for number, delegate in enumerate((Xnnpack(), Aoti())):
+        there = folder / str(number)
+        there.mkdir()
+        made = exported(there, models, dict.fromkeys(models, x), [delegate], verify=verify())
+        assert {i.delegate for i in made.split.islands} == {delegate.name}
+        assert {d.method for d in made.verification.deviations} == set(models)
+    torch.testing.assert_close(models["buffer"].module()(*x), Buffer().eval()(*x))
+
+
 # -------------------- claims
 
 

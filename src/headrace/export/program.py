@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import tempfile
@@ -132,7 +133,7 @@ def _built(programs: Mapping[str, ExportedProgram], options: Options) -> tuple[d
     try:
         report(f"{', '.join(programs)}: split and lower")
         edge = to_edge_transform_and_lower(
-            dict(programs),
+            {name: _apart(one) for name, one in programs.items()},
             partitioner=asked,
             # Without sizes that vary there are none to compute.
             transform_passes=[_sizes_to_their_users] if _vary(programs.values()) else None,
@@ -248,6 +249,14 @@ def _vary(programs: Iterable[ExportedProgram]) -> bool:
         for node in program.graph.nodes
         for value in [node.meta.get("val")]
     )
+
+
+def _apart(program: ExportedProgram) -> ExportedProgram:
+    """``program`` with dictionaries of constants of its own: the exporter takes from them what goes into an island."""
+    other = copy.copy(program)
+    other._state_dict = dict(program.state_dict)
+    other._constants = dict(program.constants)
+    return other
 
 
 def _called(program: ExportedProgram) -> list[set[str]]:
