@@ -99,6 +99,43 @@ def constants_that_are_no_parameters_are_verified(folder: Path) -> None:
     torch.testing.assert_close(models["buffer"].module()(*x), Buffer().eval()(*x))
 
 
+# -------------------- sizes that vary
+
+
+@case
+def sizes_without_a_bound_are_refused(folder: Path) -> None:
+    """EX6: the input and the dimension; what the model itself bounds is bounded."""
+    import torch
+    from torch.export import Dim
+
+    from headrace.export import Xnnpack
+
+    def run(self: Any, x: Any, y: Any) -> Any:
+        return x + 1, y * 2
+
+    inputs = (randn(3, 4), randn(3, 4))
+    for dim in (Dim("n"), Dim("n", min=2), Dim.AUTO, Dim.DYNAMIC):
+        error = refused(
+            folder, module(run), inputs, [Xnnpack()], dynamic_shapes={"args": ({}, {1: dim})}
+        )
+        said(error, "forward, input 1 'args_1', dimension 1: expected a size with an upper bound")
+        said(error, 'Dim("name", max=…)')
+        assert type(error).__name__ == "ExportError" and error.node == "args_1"
+    traced = torch.export.export(module(run), inputs, dynamic_shapes={"args": ({0: Dim.AUTO}, {})})
+    said(refused(folder, traced, inputs, [Xnnpack()]), "input 0 'args_0', dimension 0")
+    for dim in (Dim("n", max=9), Dim.AUTO(max=9)):
+        exported(folder, module(run), inputs, [Xnnpack()], dynamic_shapes={"args": ({}, {1: dim})})
+
+    def bounded(self: Any, x: Any) -> Any:
+        torch._check(x.shape[0] <= 7)
+        return x + 1
+
+    made = exported(
+        folder, module(bounded), inputs[:1], [Xnnpack()], dynamic_shapes={"args": ({0: Dim.AUTO},)}
+    )
+    assert made.file.methods[0].inputs[0].shape == (7, 4)
+
+
 # -------------------- claims
 
 
@@ -243,6 +280,33 @@ def what_nobody_computes_is_refused(folder: Path) -> None:
 
     inside = refused(folder, module(branch), (randn(4, 4),), [Xnnpack()])
     assert "linalg_inv_ex" in str(inside) and "linalg_inv_ex" in (inside.node or ""), inside
+
+
+@case
+def control_flow_stays_with_the_engine(folder: Path) -> None:
+    """EX1, EX4: what is in its branches is decomposed for the CPU kernels, though outside of them a delegate keeps it
+    whole."""
+    import torch
+
+    from headrace.export import Aoti, Python, Xnnpack
+
+    def run(self: Any, x: Any) -> Any:
+        y = self.norm(x)
+        y = torch.cond(y.sum() > 0, lambda v: self.norm(v).sin() + 1, lambda v: v.cos() - 1, (y,))
+        y = torch.cat([torch.tanh(y), self.w])
+        return torch.cumsum(torch.cat([torch.tanh(y), self.w]), 0)
+
+    # The norm's weights are in an island too, and those of a ``cat`` in two.
+    model = module(run, norm=torch.nn.LayerNorm(4), w=randn(2, 4))
+    for number, delegates in enumerate(
+        ([Aoti()], [Xnnpack(), Aoti()], [Python("StepsA", operators=["aten.tanh"]), Aoti(merge=False)])
+    ):
+        there = folder / str(number)
+        there.mkdir()
+        made = exported(there, model, (randn(2, 4),), delegates, verify=verify())
+        assert made.split["cond"].delegate == "kernels"
+        assert "Aoti: not supported: control flow" in made.split["cond"].why
+        assert [n.delegate for n in made.split if "layer_norm" in n.operator] == ["Aoti"], str(made.split)
 
 
 @case

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator as builtin
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from executorch.exir.backend import utils
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from executorch.exir.backend.utils import get_delegates, get_non_lowered_nodes, tag_constant_data
 from executorch.exir.tracer import _default_decomposition_table
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputSpec, TensorArgument
 
 from ..errors import ExportError
 from . import progress
@@ -23,7 +26,7 @@ from .kernels import branches, has_kernel
 from .node import described, viewed
 from .split import KERNELS, SplitNode
 
-__all__ = ["Lowering", "Method", "constants_of", "partitioners"]
+__all__ = ["Lowering", "Method", "constants_in_lists", "constants_of", "partitioners"]
 
 
 class Lowering:
@@ -227,12 +230,12 @@ class _Split(Partitioner):  # type: ignore[misc]
         kept = [one.keeps(program) for one in asked]
         operators = list(dict.fromkeys(op for ops, _ in kept for op in ops))
         if all(which is None for _, which in kept):
-            return operators, None
+            return _outside_branches(program, operators, None)
 
         def which(node: torch.fx.Node) -> bool:
             return any(node.target in ops and (each is None or each(node)) for ops, each in kept)
 
-        return (operators, kept[0][1]) if len(kept) == 1 else (operators, which)
+        return _outside_branches(program, operators, kept[0][1] if len(kept) == 1 else which)
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         self.done = True
@@ -258,11 +261,20 @@ class _Keeps(Partitioner):  # type: ignore[misc]
         self.done = False
 
     def ops_to_not_decompose(self, program: ExportedProgram) -> tuple[list[Any], Any]:
-        return ([], None) if self.done else self.lowering.keeps(program)
+        return ([], None) if self.done else _outside_branches(program, *self.lowering.keeps(program))
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         self.done = True
         return PartitionResult(tagged_exported_program=exported_program, partition_tags={})
+
+
+def _outside_branches(
+    program: ExportedProgram, operators: list[Any], which: Callable[[torch.fx.Node], bool] | None
+) -> tuple[list[Any], Callable[[torch.fx.Node], bool] | None]:
+    """What is in the branches of control flow is for the CPU kernels, which many operators have to be decomposed for."""
+    if not any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in program.graph.nodes):
+        return operators, which
+    return operators, lambda node: node.graph is program.graph and (which is None or which(node))
 
 
 class _Foreign(Partitioner):  # type: ignore[misc]
@@ -406,6 +418,43 @@ def _planned(
     # method's, so that the engine plans, initializes and advances it, whatever the island runs on.
     tag_constant_data(program)
     return tags
+
+
+@contextlib.contextmanager
+def constants_in_lists() -> Iterator[None]:
+    """The exporter gives each user of a constant that several islands, or an island and a kernel, take a value of its own;
+    but overlooks one that is taken in a list (``cat``, ``cond``), and then refuses the program. Here none is."""
+    stock = utils.duplicate_constant_node
+
+    def duplicate(program: ExportedProgram, name: str) -> set[str]:
+        (node,) = [n for n in program.graph.nodes if n.op == "placeholder" and n.name == name]
+        if all(node in (*user.args, *user.kwargs.values()) for user in node.users):
+            found: set[str] = stock(program, name)
+            return found
+        return _duplicated(program, node)
+
+    utils.duplicate_constant_node = duplicate
+    try:
+        yield
+    finally:
+        utils.duplicate_constant_node = stock
+
+
+def _duplicated(program: ExportedProgram, node: torch.fx.Node) -> set[str]:
+    signature = program.graph_signature
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    at = placeholders.index(node)
+    spec = signature.input_specs[at]
+    specs = []
+    for user in list(node.users)[1:]:
+        with program.graph.inserting_before(node):
+            copy = program.graph.placeholder(f"{node.name}_copy")
+        copy.meta = dict(node.meta)
+        user.replace_input_with(node, copy)
+        specs.append(InputSpec(spec.kind, TensorArgument(copy.name), spec.target, spec.persistent))
+    signature.input_specs[at:at] = specs
+    program.graph_module.recompile()
+    return {spec.arg.name for spec in specs}
 
 
 def _roots(nodes: Sequence[torch.fx.Node], index: dict[torch.fx.Node, int]) -> list[int]:

@@ -21,6 +21,7 @@ from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPas
 from executorch.exir.passes.propagate_device_config import PropagateDeviceConfig
 from torch.export import ExportedProgram
 from torch.fx.passes.infra.pass_base import PassResult
+from torch.utils._sympy.value_ranges import bound_sympy
 
 from .. import pte
 from ..errors import ExportError, HeadraceError, OptionError
@@ -40,7 +41,8 @@ from . import (
     verify,
 )
 from .cache import using
-from .partition import Method, partitioners
+from .partition import Method, constants_in_lists, partitioners
+from .profiles import MOST
 from .progress import report, reporting
 from .target import Target
 
@@ -95,6 +97,8 @@ def write(
         programs = {
             name: _exported(name, models[name], inputs.get(name), shapes.get(name)) for name in models
         }
+        for name, one in programs.items():
+            _refuse_unbounded(name, one)
         # Before anything is compiled. What a method writes is known once its in-place operators are gone.
         if options.resident and (state := _state(p.run_decompositions({}) for p in programs.values())):
             raise ExportError(
@@ -132,13 +136,14 @@ def _built(programs: Mapping[str, ExportedProgram], options: Options) -> tuple[d
     }
     try:
         report(f"{', '.join(programs)}: split and lower")
-        edge = to_edge_transform_and_lower(
-            {name: _apart(one) for name, one in programs.items()},
-            partitioner=asked,
-            # Without sizes that vary there are none to compute.
-            transform_passes=[_sizes_to_their_users] if _vary(programs.values()) else None,
-            compile_config=EdgeCompileConfig(_check_ir_validity=False),
-        )
+        with constants_in_lists():
+            edge = to_edge_transform_and_lower(
+                {name: _apart(one) for name, one in programs.items()},
+                partitioner=asked,
+                # Without sizes that vary there are none to compute.
+                transform_passes=[_sizes_to_their_users] if _vary(programs.values()) else None,
+                compile_config=EdgeCompileConfig(_check_ir_validity=False),
+            )
         for name, method in methods.items():
             method.renumber(_called(edge.exported_program(name)))
         report(f"{', '.join(programs)}: plan memory")
@@ -347,6 +352,25 @@ def _exported(name: str, model: Any, inputs: Any, shapes: Any) -> ExportedProgra
             raise ExportError(
                 f"{name}: expected torch.export to trace the model, got {type(error).__name__}: {error}"
             ) from error
+
+
+def _refuse_unbounded(name: str, program: ExportedProgram) -> None:
+    """Raise ExportError for a size of an input that has no upper bound: ExecuTorch would take the example's for it."""
+    placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    for i, input_name in enumerate(program.graph_signature.user_inputs):
+        node = placeholders.get(input_name)
+        value = node.meta.get("val") if node is not None else None
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if not isinstance(size, torch.SymInt):
+                continue
+            upper = bound_sympy(size.node.expr, program.range_constraints).upper
+            if not upper.is_Integer or int(upper) > MOST:
+                raise ExportError(
+                    f"{name}, input {i} {input_name!r}, dimension {dim}: expected a size with an upper bound, since memory is "
+                    f"planned for it, got {size} without one; give it in dynamic_shapes: Dim(\"name\", max=…), "
+                    "Dim.AUTO(max=…)",
+                    node=input_name,
+                )
 
 
 def _state(programs: Iterable[ExportedProgram]) -> list[str]:
