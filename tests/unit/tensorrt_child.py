@@ -114,7 +114,10 @@ def batch_norm_goes_into_the_engine(folder: Path) -> None:
         onnx_graph.alone = really
     (relu,) = [n for n in split if n.operator == "aten.relu.default"]
     assert relu.delegate == "kernels", relu
-    assert f"TensorRT: not supported: {relu.name} alone could not be written as ONNX, KeyError: 'unforeseen'" in relu.why
+    assert (
+        f"TensorRT: not supported: {relu.name} alone could not be written as ONNX, KeyError: 'unforeseen'"
+        in relu.why
+    )
 
 
 @case

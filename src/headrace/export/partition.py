@@ -16,7 +16,7 @@ from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, Par
 from executorch.exir.backend.utils import get_delegates, get_non_lowered_nodes, tag_constant_data
 from executorch.exir.tracer import _default_decomposition_table
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputSpec, TensorArgument
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from ..errors import ExportError
 from . import progress
@@ -26,7 +26,7 @@ from .kernels import branches, has_kernel
 from .node import described, viewed
 from .split import KERNELS, SplitNode
 
-__all__ = ["Lowering", "Method", "constants_in_lists", "constants_of", "partitioners"]
+__all__ = ["Lowering", "Method", "constants_in_lists", "constants_of", "partitioners", "user_inputs"]
 
 
 class Lowering:
@@ -96,6 +96,10 @@ class Method:
         self.rows: dict[str, SplitNode] = {}
         self.islands = 0
         self.constants: frozenset[str] = frozenset()
+        # Of each node the constants that it takes, with their bytes.
+        self.weights: dict[str, dict[str, int]] = {}
+        # Patterns of each delegate, by its name, that matched something.
+        self.matched: set[tuple[str, str, str]] = set()
 
     def add(
         self,
@@ -108,6 +112,7 @@ class Method:
     ) -> None:
         """Say where ``node`` went. What was said before, by delegates that did not take it, is kept in front."""
         view, constants = viewed(node), self.constants
+        self.weights[node.name] = {n.name: _nbytes(n) for n in node.all_input_nodes if n.name in constants}
         earlier = self.rows.get(node.name)
         outputs = [f"{dtype}[{', '.join(map(str, shape))}]" for dtype, shape in view.outputs]
         self.rows[node.name] = SplitNode(
@@ -126,6 +131,15 @@ class Method:
             result=outputs[0] if outputs else "",
             nbytes=_nbytes(node),
         )
+
+    def match(self, lowerings: Sequence[Lowering], program: ExportedProgram) -> None:
+        """Remember which patterns of the delegates match a node of ``program``, before or after it is decomposed."""
+        asked = [one for one in lowerings if one.claims.patterns]
+        for node in program.graph.nodes if asked else ():
+            if node.op == "call_function":
+                view = viewed(node)
+                for one in asked:
+                    self.matched |= {(one.name, *each) for each in one.claims.matched(view)}
 
     def renumber(self, order: Sequence[set[str]]) -> None:
         """Number islands as the program calls them: ``order`` has the names of each island's nodes.
@@ -166,6 +180,13 @@ def constants_of(program: ExportedProgram) -> frozenset[str]:
     return frozenset(
         [*signature.inputs_to_parameters, *buffers, *signature.inputs_to_lifted_tensor_constants]
     )
+
+
+def user_inputs(program: ExportedProgram) -> list[torch.fx.Node]:
+    """Placeholders of the method's arguments, in order; those of numbers among them, which are constants of the program."""
+    specs = program.graph_signature.input_specs
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    return [n for n, spec in zip(placeholders, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
 
 
 def _nbytes(node: torch.fx.Node) -> int:
@@ -226,6 +247,7 @@ class _Split(Partitioner):  # type: ignore[misc]
         # The exporter asks again when all is lowered, to find what was left; that is said at the end of partition().
         if self.done:
             return [], None
+        self.method.match(self.lowerings, program)
         asked = [one for one in self.lowerings if len(self.lowerings) == 1 or not one.keeps_all]
         kept = [one.keeps(program) for one in asked]
         operators = list(dict.fromkeys(op for ops, _ in kept for op in ops))
@@ -239,6 +261,7 @@ class _Split(Partitioner):  # type: ignore[misc]
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         self.done = True
+        self.method.match(self.lowerings, exported_program)
         self.method.constants = constants_of(exported_program)
         tags = _planned(exported_program, self.lowerings, self.method)
         if self.last:

@@ -241,9 +241,7 @@ def _unforeseen(name: str, error: Exception) -> str:
 def _operator(single: ExportedProgram) -> str:
     """The name of the node that a program of one operator was made of."""
     return next(
-        str(n.name)
-        for n in single.graph.nodes
-        if n.op == "call_function" and n.target is not builtin.getitem
+        str(n.name) for n in single.graph.nodes if n.op == "call_function" and n.target is not builtin.getitem
     )
 
 
