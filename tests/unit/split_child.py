@@ -136,6 +136,10 @@ def arguments_at_fault_are_named(folder: Path) -> None:
     # A number is a constant of the program, and an input that has to be it.
     made = exported(folder, module(lambda self, x, n: x * n), (*x, 3), [Xnnpack()], verify=verify())
     assert str(made.file.methods[0].inputs[1]) == "int 3" and made.verification.calls == 2
+    # PyTorch's named tuples are tuples.
+    several = module(lambda self, x: {"a": x.topk(1), "b": [x.max(1), x + 1]})
+    made = exported(folder, several, x, [], verify=verify())
+    assert len(made.verification.deviations) == 5
     made = exported(folder, plus, x, [Aoti()], device="cpu", verify=verify())
     assert {island.device for island in made.split.islands} == {"cpu"}
     made.plot(folder / "m.svg")

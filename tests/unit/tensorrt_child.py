@@ -99,6 +99,11 @@ def batch_norm_goes_into_the_engine(folder: Path) -> None:
     assert len(norms) == 2 and set(who(made.split).values()) == {"TensorRT"}, str(made.split)
     assert len(made.verification.deviations) == 4 and "evaluated by onnx.reference" in str(made.verification)
 
+    # A tensor that is written into the code, in a program that is made twice: for the GPU, and to verify it.
+    literal = module(lambda self, x: torch.relu(x * torch.tensor([0.1, 0.2])) + 1)
+    made = exported(folder, literal, (randn(3, 2),), [trt()], verify=verify())
+    assert len(made.verification.deviations) == 1
+
     # What nobody foresaw is the operator's refusal, by its name; the next delegate has it.
     really = onnx_graph.alone
 

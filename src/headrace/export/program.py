@@ -276,11 +276,23 @@ def _vary(programs: Iterable[ExportedProgram]) -> bool:
 
 
 def _apart(program: ExportedProgram) -> ExportedProgram:
-    """``program`` with dictionaries of constants of its own: the exporter takes from them what goes into an island."""
+    """``program`` with dictionaries of constants of its own: the exporter takes from them what goes into an island. Results
+    such as ``topk``'s, a named tuple of PyTorch's that the exporter has no name for, are plain tuples."""
     other = copy.copy(program)
     other._state_dict = dict(program.state_dict)
     other._constants = dict(program.constants)
+    whole, *inner = program.module_call_graph
+    if whole.signature is not None:
+        spec = whole.signature.out_spec
+        results = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+        plain = pytree.tree_map(lambda v: tuple(v) if _is_named(v) else v, results, is_leaf=_is_named)
+        signature = replace(whole.signature, out_spec=pytree.tree_structure(plain))
+        other._module_call_graph = [replace(whole, signature=signature), *inner]
     return other
+
+
+def _is_named(value: Any) -> bool:
+    return type(value).__module__ == "torch.return_types"
 
 
 def _called(program: ExportedProgram) -> list[set[str]]:
