@@ -10,7 +10,8 @@ namespace {
 
 // By the name that drivers install; a path would pick one of several.
 constexpr const char* kLibrary = "libcuda.so.1";
-constexpr const char* kElsewhere = "or use device='sim' (simulated) or device='cpu'";
+constexpr const char* kElsewhere =
+    "or use device='sim' (simulated) or device='cpu' (of a command, --device sim or --device cpu)";
 
 Status refused(const std::string& expected, const std::string& got, const std::string& advice) {
   Status status(ErrorCode::kDevice, "cuda: expected " + expected + ", got " + got + "; " + advice);

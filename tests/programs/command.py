@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["make", "wrong"]
+__all__ = ["make", "noisy", "wrong"]
 
 
 def make() -> dict[str, Any]:
@@ -22,6 +22,25 @@ def make() -> dict[str, Any]:
         "example_inputs": (torch.randn(2, 8),),
         "verify": Verify(python=os.environ["HEADRACE_TEST_PYTHON"]),
     }
+
+
+def noisy() -> dict[str, Any]:
+    """A model that prints; and when it is made, a folder comes to be where the picture was asked for."""
+    import torch
+
+    class Printing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            print("called")
+            self.count.add_(1.0)
+            return x + self.count
+
+    print("made")
+    os.mkdir(os.environ["HEADRACE_TEST_FOLDER"])
+    return {**make(), "model": Printing().eval(), "example_inputs": (torch.randn(2),)}
 
 
 def wrong() -> int:

@@ -64,6 +64,268 @@ def who(split: Any) -> dict[str, str]:
     return {n.name: n.delegate for n in split if n.operator != "getitem"}
 
 
+# -------------------- constants
+
+
+@case
+def constants_that_are_no_parameters_are_verified(folder: Path) -> None:
+    """EX4: a tensor written into the code, a buffer that no state dict has, in several methods; a program of the
+    caller's is as it was."""
+    import torch
+    from torch import nn
+
+    from headrace.export import Aoti, Xnnpack
+
+    class Literal(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x * torch.tensor([0.1, 0.2, 0.3])
+
+    class Buffer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("w", randn(3), persistent=False)
+
+        def forward(self, x: Any) -> Any:
+            return x * self.w
+
+    x = (randn(2, 3),)
+    models = {"literal": Literal().eval(), "buffer": torch.export.export(Buffer().eval(), x)}
+    for number, delegate in enumerate((Xnnpack(), Aoti())):
+        there = folder / str(number)
+        there.mkdir()
+        made = exported(there, models, dict.fromkeys(models, x), [delegate], verify=verify())
+        assert {i.delegate for i in made.split.islands} == {delegate.name}
+        assert {d.method for d in made.verification.deviations} == set(models)
+    torch.testing.assert_close(models["buffer"].module()(*x), Buffer().eval()(*x))
+
+
+# -------------------- arguments
+
+
+@case
+def arguments_at_fault_are_named(folder: Path) -> None:
+    """OP2, EX6: where, what was expected, what came; and nothing is written."""
+    import torch
+
+    from headrace.errors import HeadraceError
+    from headrace.export import Aoti, Xnnpack, export
+
+    plus, x = module(lambda self, x: x + 1), (randn(2, 2),)
+    given = {"path": folder / "m.pte", "delegates": [Xnnpack()], "verify": False, "cache": False}
+    for model, inputs, options, kind, text in (
+        (plus, x, {"delegates": Aoti()}, "OptionError", "delegates: expected a list of delegates, got Aoti("),
+        (plus, x, {"delegates": "aoti"}, "OptionError", "delegates: expected a list of delegates, got 'aoti'"),
+        (plus, x, {"device": "gpu"}, "OptionError", "or 'cpu', got 'gpu'"),
+        (plus, x, {"device": "cuda:1"}, "OptionError", "or 'cpu', got 'cuda:1'"),
+        (plus, x, {"path": None}, "OptionError", "path: expected the name of a file to write, got None"),
+        (plus, x, {"path": folder}, "OptionError", f"path, {folder}: expected a file, got a folder"),
+        (plus, x, {"path": folder / "m.ptd", "weights": "beside"}, "OptionError", "than that of the data file"),
+        ({}, {}, {}, "OptionError", "model: expected one method or more, got none"),
+        (module(lambda self, x: None), x, {}, "ExportError", "forward: expected a model that returns a tensor"),
+        (module(lambda self, x: torch.view_as_complex(x)), x, {}, "ExportError", "forward, result 0 "),
+        (module(lambda self, x: torch.view_as_real(x)), (x[0].to(torch.complex64),), {}, "ExportError", "input 0 'args_0': "),
+        (module(lambda self, x: torch.fft.rfft(x).abs()), x, {}, "ExportError", "aten__fft_r2c_default (aten._fft_r2c"),
+    ):  # fmt: skip
+        raised = ""
+        try:
+            export(model, inputs, **{**given, **options})
+        except HeadraceError as error:
+            raised = f"{type(error).__name__}: {error}"
+        assert raised.startswith(f"{kind}: ") and text in raised, (raised, text)
+    assert not list(folder.iterdir())
+    # A number is a constant of the program, and an input that has to be it.
+    made = exported(folder, module(lambda self, x, n: x * n), (*x, 3), [Xnnpack()], verify=verify())
+    assert str(made.file.methods[0].inputs[1]) == "int 3" and made.verification.calls == 2
+    # PyTorch's named tuples are tuples.
+    several = module(lambda self, x: {"a": x.topk(1), "b": [x.max(1), x + 1]})
+    made = exported(folder, several, x, [], verify=verify())
+    assert len(made.verification.deviations) == 5
+    made = exported(folder, plus, x, [Aoti()], device="cpu", verify=verify())
+    assert {island.device for island in made.split.islands} == {"cpu"}
+    made.plot(folder / "m.svg")
+    for path in (folder / "m.png", folder / "no" / "m.svg"):
+        refusals = []
+        try:
+            made.plot(path)
+        except HeadraceError as error:
+            refusals.append(str(error))
+        assert refusals and refusals[0].startswith(f"plot, {path}: expected ") and not path.exists()
+
+
+@case
+def a_full_disk_names_the_file(folder: Path) -> None:
+    """OP2: the one that was asked for; what is half written is taken away."""
+    import resource
+
+    from headrace.export import program
+
+    (folder / "m.pte").write_bytes(b"older")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    names = []
+    try:
+        program._replace({folder / "m.pte": bytes(10), folder / "m.ptd": bytes(5000)})
+    except OSError as error:
+        names.append(error.filename)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert names == [str(folder / "m.ptd")] and [path.name for path in folder.iterdir()] == ["m.pte"]
+    assert (folder / "m.pte").read_bytes() == b"older"
+
+
+@case
+def what_had_no_effect_is_in_the_table(folder: Path) -> None:
+    """EX5, OP2: patterns that match nothing, with a warning; weights that stayed in the program."""
+    import warnings
+
+    import torch
+
+    from headrace.export import Aoti, Python, Xnnpack
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)).eval()
+
+    def run(*delegates: Any, **options: Any) -> Any:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            made = exported(folder, model, (randn(2, 8),), delegates, **options)
+        notes = made.split.notes
+        ours = [w for w in warned if "matches nothing" in str(w.message)]
+        assert [str(w.message) for w in ours] == [note for note in notes if "matches nothing" in note]
+        assert all(w.filename == __file__ and w.category is UserWarning for w in ours)
+        assert [line[6:] for line in str(made.split).splitlines() if line.startswith("note: ")] == list(notes)
+        return made
+
+    # Before an operator is decomposed, or after.
+    claims = {
+        "operators": ["aten.layer_norm", "aten.gelu"],
+        "modules": ["1", "2.*", "*.x"],
+    }
+    assert run(Python("StepsA", **claims), Xnnpack(modules=["0"]), Aoti()).split.notes == (
+        "StepsA, modules: '*.x' matches nothing in the graph",
+        "StepsA, modules: '2.*' matches nothing in the graph",
+        "StepsA, operators: 'aten.gelu' matches nothing in the graph",
+    )
+    assert run(Python("StepsA", operators=["aten.native_layer_norm"]), Xnnpack()).split.notes == ()
+    made = run(Xnnpack(modules=["0"]), Aoti(), weights="beside")
+    (note,) = made.split.notes
+    assert [path.name for path in made.data] == ["m.ptd"]
+    assert note.startswith("weights='beside': m.ptd; only Aoti's islands read")
+    assert "those of Xnnpack (2 constants, 288 bytes) are in the program" in note
+    assert run(Aoti(), weights="beside").split.notes == ()
+    (folder / "m.ptd").unlink()
+    made = run(weights="beside")
+    assert made.data == () and "no m.ptd was written" in made.split.notes[0]
+    assert "those of kernels (6 constants, 496 bytes)" in made.split.notes[0], made.split.notes
+
+
+@case
+def what_a_trace_says_is_said_once_and_first(folder: Path) -> None:
+    """EX6, OP3: the operator's own words and the user's line in the first line; nothing on standard error."""
+    import contextlib
+    import io
+    import logging
+
+    import torch
+
+    from headrace.export import Xnnpack
+    from headrace.export.quiet import quiet, told_by_the_error
+
+    def branch(self: Any, x: Any) -> Any:
+        return x + 1 if x.sum() > 0 else x
+
+    def product(self: Any, x: Any) -> Any:
+        return x @ torch.ones(3, 3)
+
+    torchs = [h for h in logging.getLogger("torch").handlers if isinstance(h, logging.StreamHandler)]
+    assert torchs
+    for function, first in (
+        (branch, "Data-dependent branching, at "),
+        (product, "a and b must have same reduction dim, but got [2, 4] X [3, 3].'), at "),
+    ):
+        text = io.StringIO()
+        streams = [handler.setStream(text) for handler in torchs]
+        try:
+            with contextlib.redirect_stderr(text):
+                error = refused(folder, module(function), (randn(2, 4),), [Xnnpack()])
+        finally:
+            for handler, stream in zip(torchs, streams, strict=True):
+                handler.setStream(stream)
+        line = str(error).partition("\n")[0]
+        assert first in line and "split_child.py:" in line and "return x" in line, error
+        assert text.getvalue() == "", text.getvalue()
+    # Others pass, and what nothing follows is told after all.
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    loggers = [logging.getLogger(name) for name in (None, "torchao", "torch._guards")]
+    for logger in loggers[1:]:
+        logger.addHandler(handler)
+    loggers[0].addHandler(handler)
+    try:
+        with quiet(), told_by_the_error():
+            loggers[0].warning("Torchgen is not able to parse the schema of aten::add")
+            loggers[1].warning("Failed to load something")
+            loggers[1].warning("something else")
+            loggers[2].error("and now?")
+            assert set(records) == {"something else"}, records
+        assert set(records) == {"something else", "and now?"}, records
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+@case
+def a_long_line_of_source_is_cut(folder: Path) -> None:
+    """EX6: at 120 characters, in the table and in messages."""
+    import torch
+
+    from headrace.export import Xnnpack
+
+    def run(self: Any, x: Any) -> Any:
+        return torch.relu(x) + torch.relu(x * 2) + torch.relu(x * 3) + torch.relu(x * 4) + torch.relu(x * 5) + torch.relu(x)  # fmt: skip
+
+    split = exported(folder, module(run), (randn(2, 4),), [Xnnpack()]).split
+    assert len(split) > 5
+    for node in split:
+        code = node.source.partition("split_child.py:")[2].partition(": ")[2]
+        assert len(code) == 120 and code.startswith("return torch.relu(x) + ") and code.endswith("…"), code
+
+
+# -------------------- sizes that vary
+
+
+@case
+def sizes_without_a_bound_are_refused(folder: Path) -> None:
+    """EX6: the input and the dimension; what the model itself bounds is bounded."""
+    import torch
+    from torch.export import Dim
+
+    from headrace.export import Xnnpack
+
+    def run(self: Any, x: Any, y: Any) -> Any:
+        return x + 1, y * 2
+
+    inputs = (randn(3, 4), randn(3, 4))
+    for dim in (Dim("n"), Dim("n", min=2), Dim.AUTO, Dim.DYNAMIC):
+        error = refused(folder, module(run), inputs, [Xnnpack()], dynamic_shapes={"args": ({}, {1: dim})})
+        said(error, "forward, input 1 'args_1', dimension 1: expected a size with an upper bound")
+        said(error, 'Dim("name", max=…)')
+        assert type(error).__name__ == "ExportError" and error.node == "args_1"
+    traced = torch.export.export(module(run), inputs, dynamic_shapes={"args": ({0: Dim.AUTO}, {})})
+    said(refused(folder, traced, inputs, [Xnnpack()]), "input 0 'args_0', dimension 0")
+    for dim in (Dim("n", max=9), Dim.AUTO(max=9)):
+        exported(folder, module(run), inputs, [Xnnpack()], dynamic_shapes={"args": ({}, {1: dim})})
+
+    def bounded(self: Any, x: Any) -> Any:
+        torch._check(x.shape[0] <= 7)
+        return x + 1
+
+    made = exported(
+        folder, module(bounded), inputs[:1], [Xnnpack()], dynamic_shapes={"args": ({0: Dim.AUTO},)}
+    )
+    assert made.file.methods[0].inputs[0].shape == (7, 4)
+
+
 # -------------------- claims
 
 
@@ -208,6 +470,33 @@ def what_nobody_computes_is_refused(folder: Path) -> None:
 
     inside = refused(folder, module(branch), (randn(4, 4),), [Xnnpack()])
     assert "linalg_inv_ex" in str(inside) and "linalg_inv_ex" in (inside.node or ""), inside
+
+
+@case
+def control_flow_stays_with_the_engine(folder: Path) -> None:
+    """EX1, EX4: what is in its branches is decomposed for the CPU kernels, though outside of them a delegate keeps it
+    whole."""
+    import torch
+
+    from headrace.export import Aoti, Python, Xnnpack
+
+    def run(self: Any, x: Any) -> Any:
+        y = self.norm(x)
+        y = torch.cond(y.sum() > 0, lambda v: self.norm(v).sin() + 1, lambda v: v.cos() - 1, (y,))
+        y = torch.cat([torch.tanh(y), self.w])
+        return torch.cumsum(torch.cat([torch.tanh(y), self.w]), 0)
+
+    # The norm's weights are in an island too, and those of a ``cat`` in two.
+    model = module(run, norm=torch.nn.LayerNorm(4), w=randn(2, 4))
+    for number, delegates in enumerate(
+        ([Aoti()], [Xnnpack(), Aoti()], [Python("StepsA", operators=["aten.tanh"]), Aoti(merge=False)])
+    ):
+        there = folder / str(number)
+        there.mkdir()
+        made = exported(there, model, (randn(2, 4),), delegates, verify=verify())
+        assert made.split["cond"].delegate == "kernels"
+        assert "Aoti: not supported: control flow" in made.split["cond"].why
+        assert [n.delegate for n in made.split if "layer_norm" in n.operator] == ["Aoti"], str(made.split)
 
 
 @case

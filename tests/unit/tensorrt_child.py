@@ -77,6 +77,55 @@ def what_the_parser_refuses_falls_to_the_next(folder: Path) -> None:
 
 
 @case
+def batch_norm_goes_into_the_engine(folder: Path) -> None:
+    """EX1, EX4: after a convolution, alone, and beside other operators of several results."""
+    import torch
+    from torch import nn
+
+    from headrace.export import onnx_graph
+
+    norm = nn.BatchNorm2d(4)
+    norm.running_mean.normal_(0, 0.3)
+    norm.running_var.uniform_(0.5, 2)
+
+    def run(self: Any, x: Any) -> Any:
+        a, b = self.norm(self.conv(x)).split(2, 1)
+        values, places = torch.relu(a).max(1)
+        return self.norm(x) + 1, values, places, b.chunk(2, -1)[1]
+
+    model = module(run, norm=norm, conv=nn.Conv2d(4, 4, 3, padding=1))
+    made = exported(folder, model, (randn(2, 4, 8, 8),), [trt()], verify=verify())
+    norms = [n for n in made.split if "batch_norm" in n.operator]
+    assert len(norms) == 2 and set(who(made.split).values()) == {"TensorRT"}, str(made.split)
+    assert len(made.verification.deviations) == 4 and "evaluated by onnx.reference" in str(made.verification)
+
+    # A tensor that is written into the code, in a program that is made twice: for the GPU, and to verify it.
+    literal = module(lambda self, x: torch.relu(x * torch.tensor([0.1, 0.2])) + 1)
+    made = exported(folder, literal, (randn(3, 2),), [trt()], verify=verify())
+    assert len(made.verification.deviations) == 1
+
+    # What nobody foresaw is the operator's refusal, by its name; the next delegate has it.
+    really = onnx_graph.alone
+
+    def broken(node: Any, program: Any) -> Any:
+        if node.target is torch.ops.aten.relu.default or "relu" in node.name:
+            raise KeyError("unforeseen")
+        return really(node, program)
+
+    onnx_graph.alone = broken
+    try:
+        split = exported(folder, model, (randn(2, 4, 8, 8),), [trt()]).split
+    finally:
+        onnx_graph.alone = really
+    (relu,) = [n for n in split if n.operator == "aten.relu.default"]
+    assert relu.delegate == "kernels", relu
+    assert (
+        f"TensorRT: not supported: {relu.name} alone could not be written as ONNX, KeyError: 'unforeseen'"
+        in relu.why
+    )
+
+
+@case
 def claims_hold(folder: Path) -> None:
     """EX1: operators, modules, a predicate, what is excluded, how small an island may be."""
     from headrace.export import Xnnpack
@@ -318,8 +367,10 @@ def profiles_that_do_not_fit_are_named(folder: Path) -> None:
     assert type(error).__name__ == "ExportError" and error.node, error
     said(error, "dimension 0: expected a size with an upper bound")
     said(error, 'Dim("name", max=…)')
+    # A profile bounds the engine alone, and not the memory around it.
     both = profile(args_0=good, args_1=good)
-    exported(folder, model, inputs, [trt(profiles=[both])], dynamic_shapes=unbounded)
+    error = refused(folder, model, inputs, [trt(profiles=[both])], dynamic_shapes=unbounded)
+    said(error, "forward, input 0 'args_0', dimension 0: expected a size with an upper bound")
 
 
 # -------------------- the same input, the same bytes

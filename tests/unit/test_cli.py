@@ -119,6 +119,18 @@ def test_inspect_runs_nothing_and_needs_no_delegate(run: Any) -> None:
         assert run("inspect", path(name))[0] == 0
 
 
+def test_a_folder_and_a_file_that_is_not_there_are_called_so(run: Any, tmp_path: Path) -> None:
+    digits = programs.ROOT / "examples" / "digits" / "digits.pte"
+    for arguments, status, text in (
+        (["inspect", tmp_path], 3, f"ProgramError: {tmp_path}: expected a file, got a folder"),
+        (["run", digits, "--input", tmp_path], 2, f"InputError: {tmp_path}: expected an array"),
+        (["run", digits, "--input", tmp_path], 2, "got a folder; check the path"),
+        (["run", digits, "--input", tmp_path / "x.npy"], 2, "got no such file; check the path"),
+    ):
+        found, _, err = run(*arguments)
+        assert found == status and text in err and len(err.splitlines()) == 1, err
+
+
 # --------------------------------------------------------------------- run
 
 EVERY_KIND = [

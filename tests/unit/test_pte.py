@@ -581,8 +581,10 @@ def test_what_is_no_file_is_a_program_error(tmp_path: Path) -> None:
     """OP4"""
     with pytest.raises(ProgramError, match="No such file"):
         pte.read(tmp_path / "absent.pte")
-    with pytest.raises(ProgramError, match="a regular file"):
+    with pytest.raises(ProgramError, match="expected a file, got a folder"):
         pte.read(tmp_path)
+    with pytest.raises(ProgramError, match="a regular file"):
+        pte.read("/dev/null")
     with pytest.raises(ProgramError, match="null"):
         pte.read("a\0b")
     for nothing in (None, 3, [b""]):

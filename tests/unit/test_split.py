@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import json
 import os
 import subprocess
 import sys
+import types
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from headrace import engine
+from headrace import cli, engine
 from headrace.export import Split, SplitNode, cache, plot
 from tests import programs
 from tests.conftest import run_python
@@ -86,7 +89,9 @@ def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
 # -------------------- the command
 
 
-def command(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: object, folder: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*interpreter(), *map(str, arguments)],
         cwd=programs.ROOT,
@@ -94,6 +99,7 @@ def command(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str
             **os.environ,
             "HEADRACE_EXPORT_CACHE": str(folder / "cache"),
             "HEADRACE_TEST_PYTHON": sys.executable,
+            **(environment or {}),
         },
         capture_output=True,
         text=True,
@@ -119,6 +125,25 @@ def test_the_command_exports_and_says_what_it_did(tmp_path: Path) -> None:
     assert (tmp_path / "m.pte").exists() and (tmp_path / "m.svg").read_text().startswith("<svg ")
 
 
+def test_the_command_tells_all_that_was_done_and_nothing_else(tmp_path: Path) -> None:
+    """EX5, OP3: what a model prints is not in the object; a picture that cannot be written in the end takes nothing else away;
+    quietly nobody else says anything."""
+    picture = tmp_path / "m.svg"
+    done = command(
+        "export", "tests.programs.command:noisy", "-o", tmp_path / "m.pte", "--json", "--quiet", "--plot", picture,
+        "--delegate", "xnnpack:operators=aten.mul", folder=tmp_path, environment={"HEADRACE_TEST_FOLDER": str(picture)},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr[-3000:]
+    said = json.loads(done.stdout)
+    note = "Xnnpack, operators: 'aten.mul' matches nothing in the graph"
+    assert said["file"] == str(tmp_path / "m.pte") and said["notes"] == [note]
+    assert (tmp_path / "m.pte").exists()
+    made, *others = done.stderr.splitlines()
+    assert made == "made" and "called" in others, done.stderr
+    (refused,) = [line for line in others if line != "called"]
+    assert refused.startswith(f"headrace: --plot, {picture}: OptionError: ") and "got a folder" in refused
+
+
 def test_the_command_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     """OP2, OP3: exit status 2, a message, and no file."""
     program = tmp_path / "m.pte"
@@ -133,13 +158,54 @@ def test_the_command_refuses_what_it_does_not_know(tmp_path: Path) -> None:
         (["tests.programs.command:make", "--delegate", "xnnpack:merge=maybe"], "got 'merge=maybe'"),
         (["tests.programs.command:make", "--target", "tpu"], "target 'tpu'"),
         (["tests.programs.command:wrong"], "a mapping, got int"),
+        # Before any code of the model's runs.
+        (["nowhere:make", "--device", "gpu"], "or 'cpu', got 'gpu'"),
+        (["nowhere:make", "--device", "cuda:1"], "or 'cpu', got 'cuda:1'"),
+        (["nowhere:make", "--delegate", "aoti:operators=a,operators=b"], "expected operators once"),
+        (["nowhere:make", "--plot", tmp_path / "s.png"], "s.png: expected a name that ends in .svg"),
+        (["nowhere:make", "--plot", tmp_path / "no" / "s.svg"], "no, got none; make it first"),
+        (["nowhere:make", "--plot", tmp_path], f"--plot, {tmp_path}: expected a file, got a folder"),
     ):
         done = run_python(
             "import sys; from headrace.cli import main; sys.exit(main(sys.argv[1:]))",
             "export", *arguments, "-o", program,
         )  # fmt: skip
         assert done.returncode == 2 and text in done.stderr, (arguments, done.stderr)
-        assert not program.exists()
+        assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+def test_the_command_looks_first_where_the_program_goes(tmp_path: Path) -> None:
+    """OP2: one line and exit status 2, before the model is imported; nothing is left there."""
+    (tmp_path / "file").write_text("")
+    for output, text in (
+        (tmp_path, f"--output, {tmp_path}: expected a file, got a folder"),
+        (tmp_path / "no" / "m.pte", f"expected the folder {tmp_path / 'no'}, got none; make it first"),
+        (tmp_path / "file" / "m.pte", f"expected the folder {tmp_path / 'file'}, got a file"),
+        (tmp_path / ("a" * 300), "expected a file that can be written, got: File name too long"),
+        ("/proc/m.pte", "--output, /proc/m.pte: expected a file that can be written, got: "),
+        ("/dev/null", "expected a file, got a device"),
+        ("", "expected the name of a file to write, got ''"),
+    ):
+        done = run_python(
+            "import sys; from headrace.cli import main; sys.exit(main(sys.argv[1:]))",
+            "export", "nowhere:make", "--json", "-o", output,
+        )  # fmt: skip
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert text in done.stderr and json.loads(done.stdout)["error"] == "OptionError", done.stderr
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_that_cannot_be_written_in_the_end_has_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OP2: a full disk, told by the command in one line."""
+
+    def full(args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "there/m.pte")
+
+    monkeypatch.setattr(cli.export_command, "run", full)
+    said: list[str] = []
+    monkeypatch.setattr("sys.stderr", types.SimpleNamespace(write=said.append, flush=lambda: None))
+    assert cli.main(["export", "json:dumps", "-o", "m.pte"]) == 2
+    assert "".join(said) == "headrace: OSError: [Errno 28] No space left on device: 'there/m.pte'\n"
 
 
 # -------------------- the picture

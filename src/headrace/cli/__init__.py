@@ -52,15 +52,25 @@ def _bench(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     module, _, _ = args.model.partition(":")
-    import_modules([module], "MODEL")
-    exported = export_command.run(args)
+    export_command.check(args)
+    # What the model's code prints is not a part of the one object.
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        import_modules([module], "MODEL")
+        exported = export_command.run(args)
     if args.json:
         print_json("export", export_command.described(exported))
-        return OK
-    print(exported.split)
-    print(exported.verification or "not verified")
-    for path in (exported.path, *exported.data):
-        print(f"{path}: {path.stat().st_size} bytes")
+    else:
+        print(exported.split)
+        print(exported.verification or "not verified")
+        for path in (exported.path, *exported.data):
+            print(f"{path}: {path.stat().st_size} bytes")
+    if args.plot is not None:
+        try:
+            exported.plot(args.plot)
+        except (OSError, OptionError) as e:  # the program is there all the same, and told of
+            sys.stdout.flush()
+            print(f"headrace: --plot, {args.plot}: {type(e).__name__}: {e}", file=sys.stderr)
+            return USAGE
     return OK
 
 
@@ -193,3 +203,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         print(f"headrace: {type(e).__name__}: {e}", file=sys.stderr)
         return USAGE if isinstance(e, InputError | OptionError) else FAILED
+    except OSError as e:
+        # A file that the command line named and that cannot be written: a full disk, a folder that is gone.
+        if args.json:
+            print_json(args.command, {"error": type(e).__name__, "message": str(e), "log": []})
+        print(f"headrace: {type(e).__name__}: {e}", file=sys.stderr)
+        return USAGE

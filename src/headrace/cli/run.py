@@ -72,6 +72,9 @@ def _read(name: str, expected: str) -> Any:
             ]:
                 raise ValueError(f"an archive whose member {others[0]!r} is no array")
             return arrays
+    except (FileNotFoundError, IsADirectoryError) as e:
+        got = "a folder" if isinstance(e, IsADirectoryError) else "no such file"
+        raise InputError(f"{name}: expected {expected}, got {got}; check the path") from None
     except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as e:
         raise InputError(f"{name}: expected {expected}, got: {e}") from None
 

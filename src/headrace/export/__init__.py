@@ -17,7 +17,7 @@ written, and an older one of that name is left as it is.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +26,10 @@ from .. import pte
 from ..errors import ExportError, OptionError
 from .cache import folder_of
 from .delegates import Aoti, Claims, ExportDelegate, Node, Plan, Profile, Python, TensorRT, Xnnpack
+from .files import writable
+from .quiet import quiet
 from .split import Island, Split, SplitNode
-from .target import Target
+from .target import Target, planned_on
 from .verification import Deviation, Verification, Verify
 
 __all__ = [
@@ -69,10 +71,11 @@ class Exported:
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Write the split as a picture, SVG: operators by island in the colour of their delegate, and in red what
-        goes from one device to another. Raises OSError."""
+        goes from one device to another. ``path`` ends in ``.svg``. Raises OptionError where no file can be written
+        there, OSError where writing fails."""
         from .plot import svg
 
-        Path(path).write_text(svg(self.split), encoding="utf-8")
+        writable("plot", path, ".svg").write_text(svg(self.split), encoding="utf-8")
 
 
 def export(
@@ -101,10 +104,11 @@ def export(
                     ``cuda:sm_90``, ``cuda:sm_80+sm_90+ptx``: no GPU is needed, Triton is
     dynamic_shapes  as in ``torch.export.export``; with several methods a mapping
     device          where islands' arguments are planned. "cuda:0" stands for whichever device the program is
-                    loaded on, ``cpu`` and ``sim`` too; None plans everything in host memory
+                    loaded on, ``cpu`` and ``sim`` too; "cpu", or None, plans everything in host memory
     resident        inputs and outputs are device memory of the caller's, bound without a copy. Not for methods
                     with state, which lies on the host
-    weights         ``beside``: the constants of AOTInductor's islands go to a data file, ``path`` with the suffix ``.ptd``
+    weights         ``beside``: the constants of AOTInductor's islands go to a data file, ``path`` with the suffix ``.ptd``;
+                    those of all others stay in the program, which ``split.notes`` says
     verify          run the result in a fresh process without torch, on ``cpu`` and ``sim`` (on the GPU, for a GPU's
                     code), and compare it with eager PyTorch before anything is written; ``Verify`` says how
     cache           keep what AOTInductor compiled, by content, in a folder: this one, or the user's
@@ -113,13 +117,27 @@ def export(
 
     Mutable buffers are state of the method: they start as they are in the model, and advance once a call.
 
-    Raises ExportError (``.node`` names the graph node), OptionError for an option, OSError where the files
-    cannot be written.
+    Warns (UserWarning) of a pattern in ``operators`` or ``modules`` that matches nothing.
+
+    Raises ExportError (``.node`` names the graph node), OptionError for an option, which ``path`` is too (no such
+    folder, a folder, read-only), and OSError, of ``path``, where the files cannot be written in the end.
     """
     if not isinstance(verify, (bool, Verify)):
         raise OptionError(f"verify: expected True, False or Verify(…), got {verify!r}")
+    if isinstance(delegates, (str, Claims)) or not isinstance(delegates, Iterable):
+        raise OptionError(
+            f"delegates: expected a list of delegates, got {delegates!r}; write [Aoti()] for one"
+        )
+    where, planned = writable("path", path), planned_on(device)
+    if weights == "beside":
+        if where.suffix == ".ptd":
+            raise OptionError(
+                f"path, {where}: expected another name than that of the data file, got .ptd; write .pte"
+            )
+        writable("weights, the data file", where.with_suffix(".ptd"))
     try:
-        from .program import Options, write
+        with quiet():
+            from .program import Options, write
     except ModuleNotFoundError as error:
         raise ExportError(
             f"export: expected torch 2.13 and ExecuTorch 1.5.1, got no module {error.name!r}; install both "
@@ -127,13 +145,14 @@ def export(
         ) from error
 
     options = Options(
-        path=Path(path),
+        path=where,
         delegates=tuple(delegates),
         target=target if isinstance(target, Target) else Target.parse(target),
-        device=device,
+        device=planned,
         resident=resident,
         weights=weights,
         verify=verify if isinstance(verify, Verify) else (Verify() if verify else None),
         cache=folder_of(cache, os.environ),
     )
-    return write(model, example_inputs, dynamic_shapes, options, progress)
+    with quiet():
+        return write(model, example_inputs, dynamic_shapes, options, progress)

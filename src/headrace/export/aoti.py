@@ -336,5 +336,13 @@ class AotiLowering(Lowering):
     def specs(self) -> list[CompileSpec]:
         return list(self.stock._specs())
 
+    def refuses(self, node: torch.fx.Node, program: ExportedProgram) -> str | None:
+        # Its branches are graphs, which PyTorch cannot trace a second time by the time islands are compiled.
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return (
+                "control flow, which the engine itself runs, and what is in its branches with the CPU kernels"
+            )
+        return None
+
     def keeps(self, program: ExportedProgram) -> Any:
         return self.stock.ops_to_not_decompose(program) if self.keeps_all else super().keeps(program)

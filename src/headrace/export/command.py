@@ -12,10 +12,11 @@ from typing import Any
 from ..errors import ExportError, OptionError
 from . import Exported, export
 from .delegates import Aoti, Claims, Python, TensorRT, Xnnpack
-from .target import Target
+from .files import writable
+from .target import Target, planned_on
 from .verification import Verify
 
-__all__ = ["add_arguments", "described", "run"]
+__all__ = ["add_arguments", "check", "described", "run"]
 
 # TensorRT's options that a line can hold; profiles need the call, or the mapping.
 ENGINE = (
@@ -50,7 +51,9 @@ def add_arguments(one: argparse.ArgumentParser) -> None:
     )
     one.add_argument("--target", default="host", help="what to compile for (default: host)")
     one.add_argument(
-        "--device", default="cuda:0", help="where islands' arguments are planned; none: host memory"
+        "--device",
+        default="cuda:0",
+        help="where islands' arguments are planned: cuda:0, whichever device the program is loaded on; cpu or none: host memory",
     )
     one.add_argument(
         "--resident", action="store_true", help="inputs and outputs are the caller's device memory"
@@ -116,6 +119,8 @@ def _delegate(text: str) -> Claims:
         known += ENGINE if kind == "tensorrt" else ()
         if not equals or key not in known:
             raise OptionError(f"--delegate {text!r}: expected {', '.join(known)} with a value, got {item!r}")
+        if key in options:
+            raise OptionError(f"--delegate {text!r}: expected {key} once, got it again; join names with +")
         try:
             options[key] = READ.get(key, _names)(value)
         except ValueError:
@@ -149,8 +154,23 @@ READ: dict[str, Callable[[str], Any]] = {
 }
 
 
+def check(args: argparse.Namespace) -> None:
+    """What can be known before the model's module is imported. Raises OptionError."""
+    for text in args.delegates:
+        _delegate(text)
+    Target.parse(args.target)
+    planned_on(_device(args))
+    program = writable("--output", args.output)
+    if args.plot is not None and writable("--plot", args.plot, ".svg").resolve() == program.resolve():
+        raise OptionError(f"--plot, {args.plot}: expected another file than the program's, got the same")
+
+
+def _device(args: argparse.Namespace) -> str | None:
+    return None if args.device == "none" else str(args.device)
+
+
 def run(args: argparse.Namespace) -> Exported:
-    """Export what ``args`` say. Raises OptionError, and what ``headrace.export`` raises."""
+    """Export what ``args`` say, but for the picture. Raises OptionError, and what ``headrace.export`` raises."""
     delegates = [_delegate(text) for text in args.delegates]
     target = Target.parse(args.target)
     made = _called(args.model)
@@ -182,21 +202,18 @@ def run(args: argparse.Namespace) -> Exported:
             if v is not None
         }
         options["verify"] = replace(base, **changes)
-    exported = export(
+    return export(
         options.pop("model"),
         options.pop("example_inputs"),
         path=args.output,
         target=target,
-        device=None if args.device == "none" else args.device,
+        device=_device(args),
         resident=args.resident,
         weights=args.weights,
         cache=not args.no_cache,
         progress=None if args.quiet else lambda line: print(line, file=sys.stderr, flush=True),
         **options,
     )
-    if args.plot:
-        exported.plot(args.plot)
-    return exported
 
 
 def described(exported: Exported) -> dict[str, Any]:
@@ -206,5 +223,6 @@ def described(exported: Exported) -> dict[str, Any]:
         "data": [str(path) for path in exported.data],
         "islands": [asdict(island) for island in exported.split.islands],
         "split": [asdict(node) for node in exported.split],
+        "notes": list(exported.split.notes),
         "verification": asdict(exported.verification) if exported.verification else None,
     }

@@ -119,6 +119,18 @@ class Claims:
                 return f"predicate {name} says no"
         return None
 
+    def matched(self, node: Node) -> set[tuple[str, str]]:
+        """The patterns, each with its option, that match ``node``."""
+        found = {("operators", one) for one in self.operators or () if _named(node.operator, [one])}
+        return found | {("modules", one) for one in self.modules or () if _inside(node.module, [one])}
+
+    @property
+    def patterns(self) -> set[tuple[str, str]]:
+        """All of them."""
+        return {("operators", one) for one in self.operators or ()} | {
+            ("modules", one) for one in self.modules or ()
+        }
+
     @property
     def claimed(self) -> str:
         """Why it claims what it does, in words."""

@@ -15,6 +15,9 @@ __all__ = ["described", "module_path", "operator", "source_line", "viewed"]
 # One frame of a stack trace as PyTorch writes it into a node.
 FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<code>.*)$', re.MULTILINE)
 
+# Of a line of source, in messages and tables.
+MOST = 120
+
 
 def operator(node: torch.fx.Node) -> str:
     """The operator's name with its overload: ``aten.topk.default``."""
@@ -33,7 +36,8 @@ def source_line(node: torch.fx.Node) -> str | None:
     if not frames:
         return None
     file, line, code = frames[-1]
-    return f"{file}:{line}: {code.strip()}"
+    code = code.strip()
+    return f"{file}:{line}: {code if len(code) <= MOST else code[: MOST - 1] + '…'}"
 
 
 def module_path(node: torch.fx.Node) -> str:

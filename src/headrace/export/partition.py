@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator as builtin
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from executorch.exir.backend import utils
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from executorch.exir.backend.utils import get_delegates, get_non_lowered_nodes, tag_constant_data
 from executorch.exir.tracer import _default_decomposition_table
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from ..errors import ExportError
 from . import progress
@@ -23,7 +26,7 @@ from .kernels import branches, has_kernel
 from .node import described, viewed
 from .split import KERNELS, SplitNode
 
-__all__ = ["Lowering", "Method", "constants_of", "partitioners"]
+__all__ = ["Lowering", "Method", "constants_in_lists", "constants_of", "partitioners", "user_inputs"]
 
 
 class Lowering:
@@ -93,6 +96,10 @@ class Method:
         self.rows: dict[str, SplitNode] = {}
         self.islands = 0
         self.constants: frozenset[str] = frozenset()
+        # Of each node the constants that it takes, with their bytes.
+        self.weights: dict[str, dict[str, int]] = {}
+        # Patterns of each delegate, by its name, that matched something.
+        self.matched: set[tuple[str, str, str]] = set()
 
     def add(
         self,
@@ -105,6 +112,7 @@ class Method:
     ) -> None:
         """Say where ``node`` went. What was said before, by delegates that did not take it, is kept in front."""
         view, constants = viewed(node), self.constants
+        self.weights[node.name] = {n.name: _nbytes(n) for n in node.all_input_nodes if n.name in constants}
         earlier = self.rows.get(node.name)
         outputs = [f"{dtype}[{', '.join(map(str, shape))}]" for dtype, shape in view.outputs]
         self.rows[node.name] = SplitNode(
@@ -123,6 +131,15 @@ class Method:
             result=outputs[0] if outputs else "",
             nbytes=_nbytes(node),
         )
+
+    def match(self, lowerings: Sequence[Lowering], program: ExportedProgram) -> None:
+        """Remember which patterns of the delegates match a node of ``program``, before or after it is decomposed."""
+        asked = [one for one in lowerings if one.claims.patterns]
+        for node in program.graph.nodes if asked else ():
+            if node.op == "call_function":
+                view = viewed(node)
+                for one in asked:
+                    self.matched |= {(one.name, *each) for each in one.claims.matched(view)}
 
     def renumber(self, order: Sequence[set[str]]) -> None:
         """Number islands as the program calls them: ``order`` has the names of each island's nodes.
@@ -163,6 +180,13 @@ def constants_of(program: ExportedProgram) -> frozenset[str]:
     return frozenset(
         [*signature.inputs_to_parameters, *buffers, *signature.inputs_to_lifted_tensor_constants]
     )
+
+
+def user_inputs(program: ExportedProgram) -> list[torch.fx.Node]:
+    """Placeholders of the method's arguments, in order; those of numbers among them, which are constants of the program."""
+    specs = program.graph_signature.input_specs
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    return [n for n, spec in zip(placeholders, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
 
 
 def _nbytes(node: torch.fx.Node) -> int:
@@ -223,19 +247,21 @@ class _Split(Partitioner):  # type: ignore[misc]
         # The exporter asks again when all is lowered, to find what was left; that is said at the end of partition().
         if self.done:
             return [], None
+        self.method.match(self.lowerings, program)
         asked = [one for one in self.lowerings if len(self.lowerings) == 1 or not one.keeps_all]
         kept = [one.keeps(program) for one in asked]
         operators = list(dict.fromkeys(op for ops, _ in kept for op in ops))
         if all(which is None for _, which in kept):
-            return operators, None
+            return _outside_branches(program, operators, None)
 
         def which(node: torch.fx.Node) -> bool:
             return any(node.target in ops and (each is None or each(node)) for ops, each in kept)
 
-        return (operators, kept[0][1]) if len(kept) == 1 else (operators, which)
+        return _outside_branches(program, operators, kept[0][1] if len(kept) == 1 else which)
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         self.done = True
+        self.method.match(self.lowerings, exported_program)
         self.method.constants = constants_of(exported_program)
         tags = _planned(exported_program, self.lowerings, self.method)
         if self.last:
@@ -258,11 +284,20 @@ class _Keeps(Partitioner):  # type: ignore[misc]
         self.done = False
 
     def ops_to_not_decompose(self, program: ExportedProgram) -> tuple[list[Any], Any]:
-        return ([], None) if self.done else self.lowering.keeps(program)
+        return ([], None) if self.done else _outside_branches(program, *self.lowering.keeps(program))
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         self.done = True
         return PartitionResult(tagged_exported_program=exported_program, partition_tags={})
+
+
+def _outside_branches(
+    program: ExportedProgram, operators: list[Any], which: Callable[[torch.fx.Node], bool] | None
+) -> tuple[list[Any], Callable[[torch.fx.Node], bool] | None]:
+    """What is in the branches of control flow is for the CPU kernels, which many operators have to be decomposed for."""
+    if not any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in program.graph.nodes):
+        return operators, which
+    return operators, lambda node: node.graph is program.graph and (which is None or which(node))
 
 
 class _Foreign(Partitioner):  # type: ignore[misc]
@@ -406,6 +441,43 @@ def _planned(
     # method's, so that the engine plans, initializes and advances it, whatever the island runs on.
     tag_constant_data(program)
     return tags
+
+
+@contextlib.contextmanager
+def constants_in_lists() -> Iterator[None]:
+    """The exporter gives each user of a constant that several islands, or an island and a kernel, take a value of its own;
+    but overlooks one that is taken in a list (``cat``, ``cond``), and then refuses the program. Here none is."""
+    stock = utils.duplicate_constant_node
+
+    def duplicate(program: ExportedProgram, name: str) -> set[str]:
+        (node,) = [n for n in program.graph.nodes if n.op == "placeholder" and n.name == name]
+        if all(node in (*user.args, *user.kwargs.values()) for user in node.users):
+            found: set[str] = stock(program, name)
+            return found
+        return _duplicated(program, node)
+
+    utils.duplicate_constant_node = duplicate
+    try:
+        yield
+    finally:
+        utils.duplicate_constant_node = stock
+
+
+def _duplicated(program: ExportedProgram, node: torch.fx.Node) -> set[str]:
+    signature = program.graph_signature
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    at = placeholders.index(node)
+    spec = signature.input_specs[at]
+    specs = []
+    for user in list(node.users)[1:]:
+        with program.graph.inserting_before(node):
+            copy = program.graph.placeholder(f"{node.name}_copy")
+        copy.meta = dict(node.meta)
+        user.replace_input_with(node, copy)
+        specs.append(InputSpec(spec.kind, TensorArgument(copy.name), spec.target, spec.persistent))
+    signature.input_specs[at:at] = specs
+    program.graph_module.recompile()
+    return {spec.arg.name for spec in specs}
 
 
 def _roots(nodes: Sequence[torch.fx.Node], index: dict[torch.fx.Node, int]) -> list[int]:

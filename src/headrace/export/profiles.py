@@ -14,7 +14,7 @@ from ..errors import ExportError, OptionError
 from .delegates import Profile
 from .engines import Sizes
 
-__all__ = ["Ranges", "ranges", "sizes"]
+__all__ = ["MOST", "Ranges", "ranges", "sizes"]
 
 # For each size that varies, by symbol: the least, the best, the largest; None where there is no such.
 Ranges = dict[sympy.Symbol, tuple[int | None, int | None, int | None]]
@@ -168,7 +168,7 @@ def _size(
         if low is None or high is None:
             raise ExportError(
                 f"{here}: expected a size with an upper bound, got {size} without one; give it in dynamic_shapes, "
-                'Dim("name", max=…), or in TensorRT(profiles=[Profile(…)])',
+                'Dim("name", max=…)',
                 node=node.name,
             )
     # A size may fall where another grows, so every corner is looked at.

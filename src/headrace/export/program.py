@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
+import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,9 +23,11 @@ from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPas
 from executorch.exir.passes.propagate_device_config import PropagateDeviceConfig
 from torch.export import ExportedProgram
 from torch.fx.passes.infra.pass_base import PassResult
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.value_ranges import bound_sympy
 
 from .. import pte
-from ..errors import ExportError, HeadraceError, OptionError
+from ..errors import ExportError, HeadraceError, OptionError, ProgramError
 from ..pte import tensorrt
 from . import (
     Aoti,
@@ -39,8 +44,11 @@ from . import (
     verify,
 )
 from .cache import using
-from .partition import Method, partitioners
+from .node import FRAME, described
+from .partition import Method, constants_in_lists, partitioners, user_inputs
+from .profiles import MOST
 from .progress import report, reporting
+from .quiet import told_by_the_error
 from .target import Target
 
 __all__ = ["Options", "write"]
@@ -94,6 +102,9 @@ def write(
         programs = {
             name: _exported(name, models[name], inputs.get(name), shapes.get(name)) for name in models
         }
+        for name, one in programs.items():
+            _refuse_unbounded(name, one)
+            _refuse_foreign(name, one)
         # Before anything is compiled. What a method writes is known once its in-place operators are gone.
         if options.resident and (state := _state(p.run_decompositions({}) for p in programs.values())):
             raise ExportError(
@@ -102,6 +113,9 @@ def write(
                 node=state[0],
             )
         files, split = _built(programs, options)
+        for note in split.notes:
+            if "matches nothing" in note:
+                warnings.warn(note, stacklevel=4)
         said = None
         if options.verify is not None:
             calls = verify.calls_of(options.verify, models, inputs, programs)
@@ -131,15 +145,19 @@ def _built(programs: Mapping[str, ExportedProgram], options: Options) -> tuple[d
     }
     try:
         report(f"{', '.join(programs)}: split and lower")
-        edge = to_edge_transform_and_lower(
-            dict(programs),
-            partitioner=asked,
-            # Without sizes that vary there are none to compute.
-            transform_passes=[_sizes_to_their_users] if _vary(programs.values()) else None,
-            compile_config=EdgeCompileConfig(_check_ir_validity=False),
-        )
+        with constants_in_lists():
+            edge = to_edge_transform_and_lower(
+                {name: _apart(one) for name, one in programs.items()},
+                partitioner=asked,
+                # Without sizes that vary there are none to compute.
+                transform_passes=[_sizes_to_their_users] if _vary(programs.values()) else None,
+                compile_config=EdgeCompileConfig(_check_ir_validity=False),
+            )
         for name, method in methods.items():
             method.renumber(_called(edge.exported_program(name)))
+            # Within an island it is the delegate's own affair.
+            for node in edge.exported_program(name).graph.nodes:
+                _refuse_complex(f"{name}, {described(node)}", node)
         report(f"{', '.join(programs)}: plan memory")
         program = _planned(edge, options.resident)
     except HeadraceError:
@@ -152,9 +170,16 @@ def _built(programs: Mapping[str, ExportedProgram], options: Options) -> tuple[d
     files = {path: program.buffer}
     for name, data in (program._tensor_data or {}).items():
         files[path.with_name(f"{name}.ptd")] = bytes(data)
-    split = Split(tuple(row for method in methods.values() for row in method.rows.values()))
+    rows = tuple(row for method in methods.values() for row in method.rows.values())
+    split = Split(rows, _notes(options, methods.values(), [p for p in files if p != path]))
+    try:
+        written = pte.read(files[path])
+    except ProgramError as error:
+        raise ExportError(
+            f"{path.name}: expected ExecuTorch's exporter to write a program that the engine reads, got: {error}"
+        ) from error
     _check(path.name, files)
-    verify.check_plan(path.name, pte.read(files[path]), split)
+    verify.check_plan(path.name, written, split)
     return files, split
 
 
@@ -250,6 +275,26 @@ def _vary(programs: Iterable[ExportedProgram]) -> bool:
     )
 
 
+def _apart(program: ExportedProgram) -> ExportedProgram:
+    """``program`` with dictionaries of constants of its own: the exporter takes from them what goes into an island. Results
+    such as ``topk``'s, a named tuple of PyTorch's that the exporter has no name for, are plain tuples."""
+    other = copy.copy(program)
+    other._state_dict = dict(program.state_dict)
+    other._constants = dict(program.constants)
+    whole, *inner = program.module_call_graph
+    if whole.signature is not None:
+        spec = whole.signature.out_spec
+        results = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+        plain = pytree.tree_map(lambda v: tuple(v) if _is_named(v) else v, results, is_leaf=_is_named)
+        signature = replace(whole.signature, out_spec=pytree.tree_structure(plain))
+        other._module_call_graph = [replace(whole, signature=signature), *inner]
+    return other
+
+
+def _is_named(value: Any) -> bool:
+    return type(value).__module__ == "torch.return_types"
+
+
 def _called(program: ExportedProgram) -> list[set[str]]:
     """The names of the operators in each island, in the order of the calls."""
     found = []
@@ -316,6 +361,8 @@ def _methods(
             f"example_inputs: expected a mapping with the methods {sorted(model)}, got "
             f"{sorted(example_inputs) if isinstance(example_inputs, Mapping) else type(example_inputs).__name__}"
         )
+    if not model:
+        raise OptionError("model: expected one method or more, got none; write {'forward': model}")
     return dict(model), dict(example_inputs), dict(dynamic_shapes or {})
 
 
@@ -333,11 +380,97 @@ def _exported(name: str, model: Any, inputs: Any, shapes: Any) -> ExportedProgra
     report(f"{name}: trace")
     with torch.no_grad():
         try:
-            return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=True)
+            with told_by_the_error():
+                return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=True)
         except Exception as error:
             raise ExportError(
-                f"{name}: expected torch.export to trace the model, got {type(error).__name__}: {error}"
+                f"{name}: expected torch.export to trace the model, got {_useful_first(error)}"
             ) from error
+
+
+def _useful_first(error: Exception) -> str:
+    """A message of several paragraphs, with what is at fault and where in front: it has both somewhere."""
+    text = str(error).strip()
+    said, _, rest = text.partition("\n")
+    # What an operator that refuses its arguments raised; which size is not what it was said to be.
+    inner = re.search(r"got (\w+\((['\"]).*\2\))$", text, re.MULTILINE) or re.match(r"\s*- (.+)", rest)
+    if inner:
+        said += f" {inner[1]}"
+    frames = [(file, line, code.strip()) for file, line, code in FRAME.findall(text)]
+    frames += [(one.filename, one.lineno, one.line) for one in getattr(error, "real_stack", None) or ()]
+    torchs = os.path.dirname(torch.__file__) + os.sep
+    theirs = [frame for frame in frames if not frame[0].startswith(torchs)]
+    at = ", at {}:{}: {}".format(*theirs[-1]) if theirs else ""
+    return f"{type(error).__name__}: {said}{at}" + (f"\n{rest}" if rest else "")
+
+
+def _refuse_unbounded(name: str, program: ExportedProgram) -> None:
+    """Raise ExportError for a size of an input that has no upper bound: ExecuTorch would take the example's for it."""
+    for i, node in enumerate(user_inputs(program)):
+        value = node.meta.get("val")
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if not isinstance(size, torch.SymInt):
+                continue
+            upper = bound_sympy(size.node.expr, program.range_constraints).upper
+            if not upper.is_Integer or int(upper) > MOST:
+                raise ExportError(
+                    f"{name}, input {i} {node.name!r}, dimension {dim}: expected a size with an upper bound, since memory is "
+                    f'planned for it, got {size} without one; give it in dynamic_shapes: Dim("name", max=…), '
+                    "Dim.AUTO(max=…)",
+                    node=node.name,
+                )
+
+
+def _refuse_foreign(name: str, program: ExportedProgram) -> None:
+    """Raise ExportError for inputs and results of a dtype that the engine lacks, and where no result is a tensor."""
+    (results,) = program.graph.output_node().args
+    results = [one for one in pytree.tree_leaves(results) if isinstance(one, torch.fx.Node)]
+    for what, nodes in (("input", user_inputs(program)), ("result", results)):
+        for i, node in enumerate(nodes):
+            _refuse_complex(f"{name}, {what} {i} {node.name!r}", node)
+    if not any(isinstance(node.meta.get("val"), torch.Tensor) for node in results):
+        raise ExportError(f"{name}: expected a model that returns a tensor, got none among its results")
+
+
+def _refuse_complex(where: str, node: torch.fx.Node) -> None:
+    values = node.meta.get("val")
+    for value in values if isinstance(values, (tuple, list)) else [values]:
+        if isinstance(value, torch.Tensor) and value.is_complex():
+            raise ExportError(
+                f"{where}: expected a dtype that the engine has, got {str(value.dtype).removeprefix('torch.')}; compute "
+                "with the real and the imaginary part, torch.view_as_real(…)",
+                node=node.name,
+            )
+
+
+def _notes(options: Options, methods: Iterable[Method], data: Sequence[Path]) -> tuple[str, ...]:
+    """What was asked for and had no effect, or not on everything."""
+    matched = {each for method in methods for each in method.matched}
+    found = []
+    for delegate in options.delegates:
+        for option, pattern in sorted(delegate.patterns) if isinstance(delegate, Claims) else ():
+            if (delegate.name, option, pattern) not in matched:  # type: ignore[union-attr]
+                found.append(f"{delegate.name}, {option}: {pattern!r} matches nothing in the graph")  # type: ignore[union-attr]
+    if options.weights == "beside":
+        whose: dict[str, dict[tuple[str, str], int]] = {}
+        for method in methods:
+            for row in method.rows.values():
+                held = whose.setdefault(row.delegate, {})
+                held.update({(method.name, k): n for k, n in method.weights.get(row.name, {}).items()})
+        stay = [
+            f"{name} ({len(held)} constant{'s'[: len(held) != 1]}, {sum(held.values())} bytes)"
+            for name, held in whose.items()
+            if held and name not in (Aoti.name, aoti.BACKEND)
+        ]
+        there = (
+            ", ".join(path.name for path in data) or f"no {options.path.with_suffix('.ptd').name} was written"
+        )
+        if stay or not data:
+            found.append(
+                f"weights='beside': {there}; only Aoti's islands read their constants from a data file"
+                + (f", and those of {', '.join(stay)} are in the program" if stay else ", and it has none")
+            )
+    return tuple(dict.fromkeys(found))
 
 
 def _state(programs: Iterable[ExportedProgram]) -> list[str]:
@@ -377,8 +510,9 @@ def _check(name: str, files: Mapping[Path, bytes]) -> None:
 
 
 def _replace(files: Mapping[Path, bytes]) -> None:
-    """Write all of them beside their names first, so that none is ever half there."""
+    """Write all of them beside their names first, so that none is ever half there. Raises OSError, of the file at fault."""
     written: list[tuple[str, Path]] = []
+    path = next(iter(files))
     try:
         for path, data in files.items():
             handle, pending = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -390,8 +524,11 @@ def _replace(files: Mapping[Path, bytes]) -> None:
             os.umask(mask)
             os.chmod(pending, 0o666 & ~mask)
         while written:
+            path = written[-1][1]
             os.replace(*written[-1])
             written.pop()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         for pending, _ in written:
             os.unlink(pending)

@@ -127,6 +127,8 @@ class PythonLowering(Lowering):
         return specs + [CompileSpec(name, bytes(value)) for name, value in self.claims.specs.items()]  # type: ignore[attr-defined]
 
 
+# Whether or not anybody has imported them.
+TAKEN = frozenset({"XnnpackBackend", "CudaBackend", "TensorRTBackend"})
 _numbers = itertools.count()
 _lowerings: dict[str, PythonLowering] = {}
 _backends: dict[str, type] = {}
@@ -137,7 +139,7 @@ def _backend(name: str) -> str:
     BackendDetails, which it holds weakly."""
     if name not in _backends:
         others = [k for k in BackendDetails.__subclasses__() if k.__module__ != __name__]
-        if any(kind.__name__ == name for kind in others):
+        if name in TAKEN or any(kind.__name__ == name for kind in others):
             raise OptionError(
                 f"Python({name!r}): expected a name of its own, got that of a backend of ExecuTorch's; choose another"
             )

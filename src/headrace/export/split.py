@@ -48,9 +48,11 @@ class Island:
 
 @dataclass(frozen=True)
 class Split:
-    """Every operator of every method, in the order of the graph. Printed, it is a table."""
+    """Every operator of every method, in the order of the graph. Printed, it is a table, with the ``notes`` below it: what
+    was asked for and had no effect."""
 
     nodes: tuple[SplitNode, ...]
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[SplitNode]:
         return iter(self.nodes)
@@ -88,7 +90,8 @@ class Split:
             island = "" if node.island is None else str(node.island)
             rows.append((name, node.operator, node.delegate, island, node.why))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        return "\n".join(
+        lines = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]])
             for row in rows
-        )
+        ]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from ..errors import NotSupported, OptionError
 
-__all__ = ["ARCHITECTURES", "CUDA_SYMBOLS", "PORTABLE", "SHIMS", "Architecture", "Target"]
+__all__ = ["ARCHITECTURES", "CUDA_SYMBOLS", "PORTABLE", "SHIMS", "Architecture", "Target", "planned_on"]
 
 # AVX2, FMA and F16C: every x86-64 server and laptop processor since 2013 (Intel) or 2015 (AMD). The level is
 # defined in the x86-64 psABI, "micro-architecture levels".
@@ -156,6 +156,15 @@ ARCHITECTURES: Final = {
 }
 # The last whose PTX, as Triton writes it, later ones take: from 9.0 on it is for one architecture alone.
 LAST_PORTABLE = 89
+
+
+def planned_on(device: Any) -> str | None:
+    """Where islands' arguments are planned: "cuda:0", or None for host memory, which "cpu" says too. Raises OptionError."""
+    if device not in (None, "cpu", "cuda:0"):
+        raise OptionError(
+            f"device: expected 'cuda:0', which stands for whichever device the program is loaded on, or 'cpu', got {device!r}"
+        )
+    return "cuda:0" if device == "cuda:0" else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import itertools
 import json
 import operator as builtin
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..errors import ExportError, OptionError
+from ..errors import ExportError, HeadraceError, OptionError
 from ..pte import INPUTS_SPEC
 from ..pte import tensorrt as blob
 from . import engines, onnx_graph, profiles, progress
@@ -82,7 +82,8 @@ class TensorRTLowering(Lowering):
             if node.graph not in seen:
                 seen.add(node.graph)
                 self._try([n for n in node.graph.nodes if n.target in kept and self._claims(n)], program)
-            return self._claims(node) and self._refusal(node, program) is None
+            # About every node, results of an operator among them.
+            return node.target in kept and self._claims(node) and self._refusal(node, program) is None
 
         return operators, whole
 
@@ -107,6 +108,8 @@ class TensorRTLowering(Lowering):
 
     def _refusal(self, node: torch.fx.Node, program: ExportedProgram) -> str | None:
         """Why the operator alone cannot be taken, in the words of whoever refuses it."""
+        if node.target is builtin.getitem and isinstance(node.args[0], torch.fx.Node):
+            return self._refusal(node.args[0], program)
         if node not in self._asked:
             self._try([node], program)
         key = self._asked[node]
@@ -121,9 +124,13 @@ class TensorRTLowering(Lowering):
         if why := _dtype(node) or _unbacked(node) or _random(node):
             return why
         try:
-            return onnx_graph.alone(node, program)
+            single = onnx_graph.alone(node, program)
+            self._key(single)
         except onnx_graph.Untranslated as error:
             return str(error)
+        except Exception as error:  # whatever the graph has that nobody foresaw: the next delegate is asked
+            return _unforeseen(node.name, error)
+        return single
 
     def _key(self, single: ExportedProgram) -> str:
         said = (self.builder.runtime, self.builder.version, self.settings, self.claims.precision)
@@ -163,8 +170,12 @@ class TensorRTLowering(Lowering):
                     _refusals[culprit] = f"PyTorch's ONNX exporter: {error}"
                     del asked[culprit]
                     continue
-                for key, single in asked.items():
-                    _refusals[key] = self._tried(single)
+                self._each(asked)
+                return
+            except HeadraceError:
+                raise
+            except Exception:
+                self._each(asked)
                 return
             onnx_graph.origins(model)
             counts = [len(single.graph_signature.user_outputs) for single in asked.values()]
@@ -172,11 +183,19 @@ class TensorRTLowering(Lowering):
                 _refusals[key] = self._answer(part, asked[key])
             return
 
+    def _each(self, asked: Mapping[str, ExportedProgram]) -> None:
+        for key, single in asked.items():
+            _refusals[key] = self._tried(single)
+
     def _tried(self, single: ExportedProgram) -> str | None:
         try:
             model = onnx_graph.to_onnx(single, self.claims.precision)
         except onnx_graph.Untranslated as error:
             return f"PyTorch's ONNX exporter: {error}"
+        except HeadraceError:
+            raise
+        except Exception as error:
+            return _unforeseen(_operator(single), error)
         return self._answer(model, single)
 
     def _answer(self, model: Any, single: ExportedProgram) -> str | None:
@@ -212,6 +231,17 @@ def _settings(claims: TensorRT, plan: Plan, builder: engines.Builder) -> engines
         optimization_level=claims.optimization_level,
         workspace_nbytes=claims.workspace_nbytes,
         weight_streaming=claims.weight_streaming,
+    )
+
+
+def _unforeseen(name: str, error: Exception) -> str:
+    return f"{name} alone could not be written as ONNX, {type(error).__name__}: {error}"
+
+
+def _operator(single: ExportedProgram) -> str:
+    """The name of the node that a program of one operator was made of."""
+    return next(
+        str(n.name) for n in single.graph.nodes if n.op == "call_function" and n.target is not builtin.getitem
     )
 
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from .. import pte
 from ..errors import ExportError, OptionError
+from .partition import user_inputs
 from .progress import report
 from .split import Split
 from .verification import Deviation, Verification, Verify
@@ -128,10 +129,7 @@ def _random(program: ExportedProgram, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Numbers like the examples' (their mean and spread, or for integers and truth values some of theirs), in the
     least sizes that the program was traced for, and not the examples'."""
     generator = torch.Generator().manual_seed(SEED)
-    wanted = set(program.graph_signature.user_inputs)
-    placeholders = [
-        n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder" and n.name in wanted
-    ]
+    placeholders = [n.meta.get("val") for n in user_inputs(program)]
     flat, spec = pytree.tree_flatten(args)
     sizes = _sizes(program)
     made = []

@@ -62,6 +62,9 @@ def opened(source: Source) -> Iterator[File]:
         reason = getattr(error, "strerror", None) or str(error)
         raise ProgramError(f"{name}: expected a readable file, got '{reason}'; check the path") from error
     status = os.fstat(descriptor)
+    if stat.S_ISDIR(status.st_mode):
+        os.close(descriptor)
+        raise ProgramError(f"{name}: expected a file, got a folder; name a file in it")
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise ProgramError(

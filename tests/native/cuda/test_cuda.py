@@ -136,7 +136,7 @@ def test_a_library_for_another_gpu_is_refused_by_name() -> None:
 
 
 MISSING = {
-    "no driver": (None, {}, ("an NVIDIA driver", "none", "libcuda.so.1", "device='sim'")),
+    "no driver": (None, {}, ("an NVIDIA driver", "none", "libcuda.so.1", "device='sim'", "--device cpu")),
     "not a driver": (("NO_DRIVER",), {}, ("a libcuda.so.1 that is none", "ldconfig")),
     "an old driver": ((), {"FAKE_VERSION": "11080"}, ("12.0 or newer", "CUDA 11.8", "update the driver")),
     "a driver that lacks an entry": (
