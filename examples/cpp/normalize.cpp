@@ -21,6 +21,8 @@ namespace et = executorch::runtime;
 namespace {
 
 Enqueue enqueue_on_host;
+// Of the latest call, for last_seen() alone.
+std::mutex seen_mutex;
 headrace_selection seen{};
 
 constexpr int kSide = 8, kPixels = kSide * kSide;
@@ -165,17 +167,21 @@ class Normalize final : public et::BackendInterface {
     if (et::Error error = et::resize_tensor(normal, images.sizes()); error != et::Error::Ok) return error;
 
     // Read once, and used for everything that this call enqueues.
-    seen = headrace_get_selection();
+    const headrace_selection chosen = headrace_get_selection();
+    {
+      std::lock_guard lock(seen_mutex);
+      seen = chosen;
+    }
     const auto* x = images.const_data_ptr<float>();
     auto* y = normal.mutable_data_ptr<float>();
     int64_t count = images.numel() / kPixels;
     float epsilon = *static_cast<float*>(handle);
     if (count == 0) return et::Error::Ok;
     if (enqueue_on_host) {
-      bool enqueued = enqueue_on_host(seen.stream, [=] { normalize(x, y, count, epsilon); });
+      bool enqueued = enqueue_on_host(chosen.stream, [=] { normalize(x, y, count, epsilon); });
       return enqueued ? et::Error::Ok : et::Error::Internal;
     }
-    std::string wrong = launch(seen.stream, x, y, count, epsilon);
+    std::string wrong = launch(chosen.stream, x, y, count, epsilon);
     if (wrong.empty()) return et::Error::Ok;
     ET_LOG(Error, "DigitsNormalize: %s", wrong.c_str());
     return et::Error::Internal;
@@ -191,6 +197,9 @@ class Normalize final : public et::BackendInterface {
 
 void compute_on_host(Enqueue enqueue) { enqueue_on_host = std::move(enqueue); }
 
-headrace_selection last_seen() { return seen; }
+headrace_selection last_seen() {
+  std::lock_guard lock(seen_mutex);
+  return seen;
+}
 
 }  // namespace digits

@@ -107,6 +107,18 @@ class Part final : public IslandCapture {
   LoadedRef loaded_;
 };
 
+template <class F>
+Status caught(F&& work) {
+  try {
+    return work();
+  } catch (const std::bad_alloc&) {
+    return Status(ErrorCode::kOutOfDeviceMemory, "expected host memory, got none; free some");
+  } catch (const std::exception& thrown) {
+    return Status(ErrorCode::kDelegate, std::string("expected no C++ exception, got: ") + thrown.what() +
+                                            "; report it with the program");
+  }
+}
+
 class CudaBackend final : public et::BackendInterface {
  public:
   bool is_available() const override { return true; }
@@ -117,7 +129,8 @@ class CudaBackend final : public et::BackendInterface {
     loaded->method = context.get_method_name() ? context.get_method_name() : "";
     const IslandPlan* plan = claim_island(kName, payload->data());
     if (plan != nullptr) loaded->instruction = plan->instruction;
-    if (Status status = load(*loaded, plan, context, *payload, specs); !status.ok()) {
+    Status status = caught([&] { return load(*loaded, plan, context, *payload, specs); });
+    if (!status.ok()) {
       return tell(failure(*loaded, status), et::Error::DelegateInvalidCompatibility);
     }
     (void)take_part(kName, payload->data(), std::make_shared<Part>(loaded));
@@ -128,7 +141,8 @@ class CudaBackend final : public et::BackendInterface {
   et::Error execute(et::BackendExecutionContext&, et::DelegateHandle* handle,
                     et::Span<et::EValue*> args) const override {
     const LoadedRef& loaded = *reinterpret_cast<LoadedRef*>(handle);
-    Status status = run(loaded, args);
+    // The engine's frames must not meet an exception.
+    Status status = caught([&] { return run(loaded, args); });
     if (status.ok()) return et::Error::Ok;
     return tell(failure(*loaded, status), et::Error::DelegateInvalidHandle);
   }
@@ -164,7 +178,12 @@ class CudaBackend final : public et::BackendInterface {
       if (std::string_view(spec.key) == "headrace.inputs") {
         size_t count = 0;
         auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), count);
-        if (error == std::errc() && end == value.data() + value.size()) num_inputs = count;
+        if (error != std::errc() || end != value.data() + value.size()) {
+          return Status(ErrorCode::kProgram,
+                        "compile spec 'headrace.inputs': expected a number in decimal, got " +
+                            quoted(std::string(value)) + "; the file is damaged, export it again");
+        }
+        num_inputs = count;
       }
       if (std::string_view(spec.key) == "headrace_host") {
         auto read = read_host_spec(value);

@@ -220,16 +220,18 @@ Status Island::bind(const AotiPayload& payload, const IslandSources& sources) {
     }
     // Nothing tells which buffers the library writes: each instance has its own, shared by its islands.
     bool state = type == kBuffer;
+    // Keys are of contents, in which two buffers may be alike: each is one by its name.
+    std::string key = state ? c.fqn + '\0' + c.key : c.key;
     void* data = nullptr;
     std::shared_ptr<void> held;
     if (c.device == 0) {
       auto constant =
-          (state ? sources.state : sources.constants)->get(c.key, *bytes, state || !sources.lasting);
+          (state ? sources.state : sources.constants)->get(key, *bytes, state || !sources.lasting);
       if (!constant.ok()) return constant.status();
       data = (*constant)->data();
       held = std::move(*constant);
     } else {
-      auto constant = (state ? sources.device_state : sources.device_constants)->get(device_, c.key, *bytes);
+      auto constant = (state ? sources.device_state : sources.device_constants)->get(device_, key, *bytes);
       if (!constant.ok()) return constant.status();
       data = (*constant)->data();
       held = std::move(*constant);

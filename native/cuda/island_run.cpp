@@ -199,6 +199,8 @@ Status Island::rehearse(std::span<const TensorView> inputs) {
   if (!borrow(inputs, tensors)) return no_host_memory();
   std::lock_guard lock(library_->first_run());
   Status status = call(tensors, kPerThreadStream);
+  // What the pool gave it is there in the order of this thread's stream, and the first call has another.
+  if (Status waited = drain(*device_, kPerThreadStream); !waited.ok()) return waited;
   if (status.ok()) {
     kernels_loaded_ = true;
     learn(inputs, tensors.made);

@@ -179,9 +179,7 @@ SHIM int hrceEventCreate(void** event) {
 }
 SHIM int hrceEventDestroy(void* event) {
   return on_driver([&](Arena&, const cu::Driver& driver) -> int32_t {
-    int32_t code = driver.EventDestroy(static_cast<cu::Event>(event));
-    // Whoever ends things has nobody to tell.
-    return code == 0 ? 0 : driver.EventDestroy(static_cast<cu::Event>(event));
+    return driver.EventDestroy(static_cast<cu::Event>(event));
   });
 }
 SHIM int hrceEventQuery(void* event) {
@@ -223,8 +221,7 @@ SHIM int hrModuleLoadData(void** module, const void* image) {
 }
 SHIM int hrModuleUnload(void* module) {
   return on_driver([&](Arena&, const cu::Driver& driver) -> int32_t {
-    int32_t code = driver.ModuleUnload(static_cast<cu::Module>(module));
-    return code == 0 ? 0 : driver.ModuleUnload(static_cast<cu::Module>(module));
+    return driver.ModuleUnload(static_cast<cu::Module>(module));
   });
 }
 SHIM int hrModuleGetFunction(void** function, void* module, const char* name) {

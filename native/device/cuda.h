@@ -122,7 +122,6 @@ class CudaSms {
   mutable std::mutex mutex_;
   std::vector<cu::Resource> groups_;  // immutable once split
   std::vector<bool> used_;
-  bool left_over_ = false;  // whether the last of groups_ is the remainder
 };
 
 // A stream that was destroyed by its owner and waits for the next one.
@@ -251,7 +250,6 @@ class CudaDevice final : public Device {
     Keep keep;
     std::vector<CudaCallRef> calls;
   };
-  Capture* capture_on(StreamHandle stream);  // under captures_mutex_
 
   // Lets go of what work that has ended kept.
   void reap();

@@ -41,8 +41,8 @@ Status CudaSms::split() {
     return refusal(ErrorCode::kDevice, device_.name(), "split",
                    "groups of " + std::to_string(all.sm.least) + " SMs",
                    "none from " + std::to_string(all.sm.sm_count), "use the whole device");
-  left_over_ = rest.type == cu::kResourceSm && rest.sm.sm_count != 0;
-  if (left_over_) groups.push_back(rest);
+  bool left_over = rest.type == cu::kResourceSm && rest.sm.sm_count != 0;
+  if (left_over) groups.push_back(rest);
   used_.assign(groups.size(), false);
   groups_ = std::move(groups);
   return {};
@@ -91,15 +91,17 @@ CudaPartition::CudaPartition(CudaDevice& device, CudaSms::Part part)
     : Partition(device), device_(device), part_(std::move(part)) {}
 
 CudaPartition::~CudaPartition() {
-  if (context_ != nullptr) {
+  bool gone = context_ == nullptr;
+  if (!gone) {
     Current current(device_);
     if (current.ok()) {
       Relaxed relaxed(device_.driver());
       device_.end(resting);
-      (void)device_.driver().GreenCtxDestroy(context_);
+      gone = device_.driver().GreenCtxDestroy(context_) == cu::kSuccess;
     }
   }
-  device_.sms().give(part_);
+  // Of a context that lives on, others must not get the multiprocessors.
+  if (gone) device_.sms().give(part_);
 }
 
 Status CudaPartition::close() {

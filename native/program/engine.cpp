@@ -182,9 +182,10 @@ void set_payload_is_code(const std::string& id, bool code) {
 
 namespace {
 
-// The instruction that the last log line with one names, or -1. The engine writes "instruction 3: 0x…" for
-// a delegate and "instruction 0:3 in operator …", chain and instruction, for a kernel.
-int instruction_in(const std::vector<std::string>& log) {
+// The instruction that the last log line with one names, counted over all chains, or -1. The engine writes
+// "instruction 3: 0x…" for a delegate, whose chain it leaves out, and "instruction 0:3 in operator …", chain
+// and instruction, for a kernel.
+int instruction_in(const std::vector<std::string>& log, const MethodPlan& method) {
   const std::string word = "instruction ";
   for (size_t i = log.size(); i-- > 0;) {
     size_t at = log[i].find(word);
@@ -192,11 +193,18 @@ int instruction_in(const std::vector<std::string>& log) {
     const char* digits = log[i].c_str() + at + word.size();
     char* end = nullptr;
     long value = std::strtol(digits, &end, 10);
+    long chain = method.chains.size() == 1 ? 0 : -1;
     if (end != digits && end[0] == ':' && end[1] >= '0' && end[1] <= '9') {
+      chain = value;
       digits = end + 1;
       value = std::strtol(digits, &end, 10);
     }
-    if (end != digits && value >= 0 && value <= INT32_MAX) return static_cast<int>(value);
+    if (end == digits || value < 0 || chain < 0 || static_cast<size_t>(chain) >= method.chains.size())
+      continue;
+    if (static_cast<size_t>(value) >= method.chains[static_cast<size_t>(chain)].size()) continue;
+    size_t before = 0;
+    for (size_t c = 0; c < static_cast<size_t>(chain); ++c) before += method.chains[c].size();
+    return static_cast<int>(before + static_cast<size_t>(value));
   }
   return -1;
 }
@@ -223,10 +231,13 @@ ErrorCode code_of(et::Error error) {
 Status engine_status(et::Error error, const std::string& doing, const MethodPlan& method,
                      std::vector<std::string> log) {
   std::string what;
-  int island = instruction_in(log);
+  int island = instruction_in(log, method);
   std::string delegate;
-  if (island >= 0 && !method.chains.empty() && static_cast<size_t>(island) < method.chains[0].size()) {
-    const Instruction& in = method.chains[0][static_cast<size_t>(island)];
+  if (island >= 0) {
+    auto at = static_cast<size_t>(island);
+    size_t chain = 0;
+    while (at >= method.chains[chain].size()) at -= method.chains[chain++].size();
+    const Instruction& in = method.chains[chain][at];
     if (in.kind == InstructionKind::kDelegate) {
       delegate = method.delegates[static_cast<size_t>(in.target)].id;
       what = ", delegate '" + delegate + "'";

@@ -165,9 +165,7 @@ Result<GraphWork> GraphSet::work() {
     ContextScope current(*pool_->device());
     return pool_->device()->work_of(*graphs_.front()->graph, graphs_.front()->partition);
   };
-  Result<GraphWork> found = look();
-  pool_->release(instance_, nullptr);
-  return found;
+  return look();
 }
 
 Status GraphSet::close() {
@@ -176,7 +174,6 @@ Status GraphSet::close() {
   if (!turn.ok()) return turn.status().code() == ErrorCode::kProgram ? Status() : turn.status();
   closed_ = true;
   drop();
-  pool_->release(instance_, nullptr);
   return {};
 }
 
@@ -199,7 +196,6 @@ Status GraphSet::run(std::span<const Value> inputs, std::span<const Value> out, 
   RelaxedScope relaxed(*pool_->device());
   Status status = run_in_turn(pool_->instance(instance_), inputs, out, how, must_capture, outputs);
   count_memory();
-  pool_->release(instance_, nullptr);
   return status;
 }
 

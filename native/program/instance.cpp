@@ -1,5 +1,7 @@
 #include "program/instance.h"
 
+#include <executorch/runtime/platform/log.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -268,6 +270,11 @@ Status Instance::execute(const Settled& settled) {
       return call();
     } catch (const EngineAbort&) {
       torn_ = true;
+      return et::Error::Internal;
+    } catch (const std::exception& thrown) {
+      // A native delegate's, which has no business in the engine's frames.
+      torn_ = true;
+      ET_LOG(Error, "a delegate or kernel threw a C++ exception: %s", thrown.what());
       return et::Error::Internal;
     }
   };

@@ -74,7 +74,8 @@ void MethodPool::memory(std::vector<MemoryUse>& out) const {
   if (!graphs_.empty()) out.push_back({"graphs", name_, -1, device_->name(), nbytes});
 }
 
-Result<size_t> MethodPool::acquire(std::optional<size_t> which) {
+Result<MethodPool::Turn> MethodPool::acquire(std::optional<size_t> which) {
+  if (Status status = check_not_torn(name_); !status.ok()) return status;
   std::unique_lock lock(mutex_);
   auto free = [&] {
     return which           ? std::find(idle_.begin(), idle_.end(), *which)
@@ -97,7 +98,7 @@ Result<size_t> MethodPool::acquire(std::optional<size_t> which) {
   size_t instance = *taken;
   idle_.erase(taken);
   busy_[instance] = std::this_thread::get_id();
-  return instance;
+  return Turn(*this, instance);
 }
 
 void MethodPool::release(size_t instance, const CallStats* stats) {
@@ -302,9 +303,9 @@ Status MethodPool::run(std::span<const Value> inputs, std::span<const Value> out
   if (Status status = check_out(out); !status.ok()) return status;
   auto settled = settle(options);
   if (!settled.ok()) return settled.status();
-  auto instance = acquire();
-  if (!instance.ok()) return instance.status();
   CallStats stats;
+  auto turn = acquire();
+  if (!turn.ok()) return turn.status();
   CountScope counts(stats);
   std::optional<ContextScope> current;
   std::optional<RelaxedScope> relaxed;
@@ -312,9 +313,9 @@ Status MethodPool::run(std::span<const Value> inputs, std::span<const Value> out
     current.emplace(*device_);
     relaxed.emplace(*device_);
   }
-  Status status = instances_[*instance]->run(inputs, out, *settled, options.strict, outputs, stats);
+  Status status = instances_[turn->instance()]->run(inputs, out, *settled, options.strict, outputs, stats);
   counts.end();
-  release(*instance, &stats);
+  turn->stats = &stats;
   return status;
 }
 

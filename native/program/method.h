@@ -58,9 +58,25 @@ class MethodPool : public std::enable_shared_from_this<MethodPool> {
  private:
   friend class GraphSet;
   MethodPool(std::shared_ptr<ProgramCore> core, const MethodPlan& plan);
-  // The turn of one instance, or of any that is idle.
-  Result<size_t> acquire(std::optional<size_t> which = std::nullopt);
-  // `stats`: of a call; null: it was none.
+  // The turn of one instance, which ends with it.
+  class Turn {
+   public:
+    Turn(MethodPool& pool, size_t instance) : pool_(&pool), instance_(instance) {}
+    Turn(Turn&& other) noexcept
+        : stats(other.stats), pool_(std::exchange(other.pool_, nullptr)), instance_(other.instance_) {}
+    Turn& operator=(Turn&&) = delete;
+    ~Turn() {
+      if (pool_ != nullptr) pool_->release(instance_, stats);
+    }
+    size_t instance() const { return instance_; }
+    const CallStats* stats = nullptr;  // of a call; null: it was none
+
+   private:
+    MethodPool* pool_;
+    size_t instance_;
+  };
+  // Of one instance, or of any that is idle.
+  Result<Turn> acquire(std::optional<size_t> which = std::nullopt);
   void release(size_t instance, const CallStats* stats);
   Instance& instance(size_t which) { return *instances_[which]; }  // in its turn
   Retired& retired() { return shared_.retired; }

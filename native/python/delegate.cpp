@@ -72,8 +72,7 @@ Status failure(const Loaded& loaded, const char* where, nb::python_error& error,
 // A delegate of Python's, as captures ask it. It lives as long as what the engine has of it, or longer.
 class PyIsland final : public IslandCapture {
  public:
-  PyIsland(nb::handle object, std::string name, bool has_state)
-      : object_(hold(nb::borrow(object))), name_(std::move(name)), has_state_(has_state) {}
+  PyIsland(nb::handle object, bool has_state) : object_(hold(nb::borrow(object))), has_state_(has_state) {}
 
   std::string refusal() override {
     GilAcquire gil;
@@ -142,7 +141,6 @@ class PyIsland final : public IslandCapture {
 
   nb::handle object() const { return static_cast<PyObject*>(object_.get()); }
   std::shared_ptr<void> object_;
-  std::string name_;
   bool has_state_;
 };
 
@@ -220,6 +218,10 @@ class PyBackend final : public et::BackendInterface {
       }
       // The map lives as long as this call: what a delegate wants of it, it reads while it loads.
       auto open = std::make_shared<bool>(true);
+      struct Shut {
+        std::shared_ptr<bool> open;
+        ~Shut() { *open = false; }
+      } shut{open};  // on every way out
       nb::object named =
           nb::cpp_function([map = context.get_named_data_map(), open](const std::string& key) -> nb::object {
             if (!*open) throw nb::value_error("named data can be read while a delegate loads, not later");
@@ -238,7 +240,7 @@ class PyBackend final : public et::BackendInterface {
       *open = false;
       loaded.requires_device = nb::cast<bool>(made.attr("requires_device"));
       bool has_state = !nb::object(made.type().attr("state")).is(module.attr("Delegate").attr("state"));
-      (void)take_part(name_, payload.data(), std::make_shared<PyIsland>(made, name_, has_state));
+      (void)take_part(name_, payload.data(), std::make_shared<PyIsland>(made, has_state));
       loaded.object = made.release().ptr();
       return true;
     } catch (nb::python_error& e) {

@@ -365,12 +365,18 @@ void bind_devices(nb::module_& m) {
   m.def("sim", &make_sim, nb::arg("schedule"), nb::arg("seed"), nb::arg("ordinal"), nb::arg("sms"),
         nb::arg("memory"));
   m.def("device_by_id", [](int32_t id) -> PyDeviceRef {
-    std::lock_guard lock(objects().mutex);
-    for (auto& [device, object] : objects().by_device) {
-      PyDeviceRef there = object.lock();
-      if (there && there->device->id() == id) return there;
+    // Let go of after the lock: the last one of a device waits for it, and others want the lock meanwhile.
+    std::vector<PyDeviceRef> seen;
+    PyDeviceRef found;
+    {
+      std::lock_guard lock(objects().mutex);
+      for (auto& [device, object] : objects().by_device) {
+        PyDeviceRef there = object.lock();
+        if (there && there->device->id() == id) found = there;
+        seen.push_back(std::move(there));
+      }
     }
-    return nullptr;
+    return found;
   });
 }
 

@@ -352,17 +352,19 @@ def kv_cache() -> Export:
 
 
 class Kept(torch.nn.Module):
-    """State that is written at a position and read as a whole."""
+    """State that is written at a position and read as a whole: two buffers that begin alike and do not stay so."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(6)
         self.register_buffer("keys", torch.zeros(8, 4))
+        self.register_buffer("values", torch.zeros(8, 4))
         self.linear = torch.nn.Linear(4, 4)
 
     def forward(self, x, position):
         self.keys.index_put_((position,), self.linear(x))
-        return self.keys.sum(0, keepdim=True) + x
+        self.values.index_put_((position,), 3.0 - x)
+        return self.keys.sum(0, keepdim=True) * self.values.sum(0, keepdim=True) + x
 
 
 @model

@@ -14,7 +14,7 @@ import importlib.util
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -260,7 +260,8 @@ class _Log:
         me = threading.get_ident()
         for line in tuple(self._lines):
             if line[0] == me:
-                self._lines.remove(line)
+                with suppress(ValueError):  # another thread's line may have pushed it out
+                    self._lines.remove(line)
 
     def lines(self, *, errors: bool = False) -> tuple[str, ...]:
         """This thread's, oldest first."""

@@ -13,6 +13,7 @@ import json
 import os
 import struct
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import Any
 __all__ = ["VARIABLE", "Store", "current", "folder_of", "using"]
 
 # In the environment: 0 turns the cache off, a path moves it.
+# Writing a file takes less.
+LEFT_BEHIND_S = 3600
 VARIABLE = "HEADRACE_EXPORT_CACHE"
 MAGIC = b"HRISLAND1"
 MOST_NBYTES = 2 << 30
@@ -91,6 +94,11 @@ class Store:
 
     def _prune(self) -> None:
         found = []
+        for path in self.folder.glob(".pending-*"):
+            # What an export left that was killed while it wrote.
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > LEFT_BEHIND_S:
+                    path.unlink()
         for path in self.folder.glob("*.island"):
             with contextlib.suppress(OSError):
                 status = path.stat()

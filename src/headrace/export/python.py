@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,10 +128,11 @@ class PythonLowering(Lowering):
         return specs + [CompileSpec(name, bytes(value)) for name, value in self.claims.specs.items()]  # type: ignore[attr-defined]
 
 
-# Whether or not anybody has imported them.
-TAKEN = frozenset({"XnnpackBackend", "CudaBackend", "TensorRTBackend"})
+# Native ones, whether or not anybody has imported their exporters.
+TAKEN = frozenset({"XnnpackBackend", "CudaBackend"})
 _numbers = itertools.count()
-_lowerings: dict[str, PythonLowering] = {}
+# Those of exports under way: each holds its model.
+_lowerings: weakref.WeakValueDictionary[str, PythonLowering] = weakref.WeakValueDictionary()
 _backends: dict[str, type] = {}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, TextIO, cast
@@ -85,14 +86,18 @@ class _Without(logging.Filter):
 
 
 class _WithoutGraphs:
-    """A stream without the graph, as far as it was traced, that torch.export prints before it raises."""
+    """A stream without the graph, as far as it was traced, that torch.export prints before it raises: of the thread that
+    made it."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
+        self.thread = threading.get_ident()
         self.skipped = False
 
     def write(self, text: str) -> int:
-        if text.startswith("class GraphModule("):
+        if threading.get_ident() != self.thread:
+            self.stream.write(text)
+        elif text.startswith("class GraphModule("):
             self.skipped = True
         elif not self.skipped or text != "\n":
             self.skipped = False

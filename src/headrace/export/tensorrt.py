@@ -10,6 +10,7 @@ import itertools
 import json
 import operator as builtin
 import re
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -39,7 +40,8 @@ BACKEND = "TensorRTBackend"
 LOWER_SPEC = "headrace.tensorrt"
 
 _numbers = itertools.count()
-_lowerings: dict[str, TensorRTLowering] = {}
+# Those of exports under way: each holds its model.
+_lowerings: weakref.WeakValueDictionary[str, TensorRTLowering] = weakref.WeakValueDictionary()
 # What was said of single operators, by builder, settings and content.
 _refusals: dict[str, str | None] = {}
 
