@@ -99,6 +99,33 @@ def constants_that_are_no_parameters_are_verified(folder: Path) -> None:
     torch.testing.assert_close(models["buffer"].module()(*x), Buffer().eval()(*x))
 
 
+@case
+def integers_are_divided_as_eager_pytorch_does(folder: Path) -> None:
+    """EX4: by a number and by a tensor, rounded down and to zero, where the quotient is negative and where it is large."""
+    import torch
+
+    from headrace.export import Aoti
+
+    def run(self: Any, x: Any, y: Any) -> Any:
+        trunc = torch.div(x, 2, rounding_mode="trunc")
+        return (
+            x // 2,
+            x // -3,
+            trunc,
+            x % 3,
+            x / 2,
+            y // 2,
+            x // torch.arange(1, 8),
+            (y > 0) / 2,
+            torch.div(y, 7),
+        )
+
+    x = torch.tensor([-3, -2, -1, 0, 1, 2, 2**31 - 1], dtype=torch.int32)
+    y = torch.tensor([-(2**53) - 1, -7, 0, 5, 2**53 + 1])
+    made = exported(folder, module(run), (x, y), [Aoti()], verify=verify())
+    assert {i.delegate for i in made.split.islands} == {"Aoti"} and len(made.verification.deviations) == 9
+
+
 # -------------------- arguments
 
 

@@ -7,16 +7,17 @@ import os
 import shlex
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor
-from torch._inductor import codecache, cpp_builder
+from torch._inductor import codecache, cpp_builder, lowering
 from torch._inductor.codecache import AotCodeCompiler
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+from torch._inductor.ir import IRNode
 from torch._inductor.scheduler import Scheduler
 from torch.export import ExportedProgram
 
@@ -117,6 +118,7 @@ def _compile(
         with (
             torch.no_grad(),
             _without_paths(),
+            _constants_have_types(),
             _without_libtorch(calls, added),
         ):
             files = torch._inductor.aot_compile(program.module(), inputs, options=_options(target))
@@ -195,6 +197,23 @@ def _is_from(error: BaseException | None, kind: type[BaseException]) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
+
+
+@contextlib.contextmanager
+def _constants_have_types() -> Iterator[None]:
+    """The exporter makes a tensor without dimensions of each number, ``x // 2``. Inductor (PyTorch 2.13) takes its value, and
+    then does not see that it is an integer: quotients were rounded to zero in the place of down."""
+    is_integer, is_boolean = lowering.is_integer_type, lowering.is_boolean_type
+
+    def whether(asked: Any, dtypes: Callable[[torch.dtype], bool]) -> Any:
+        return lambda x: dtypes(x.get_dtype()) if isinstance(x, IRNode) else asked(x)
+
+    lowering.is_integer_type = whether(is_integer, lambda d: not (d.is_floating_point or d.is_complex))
+    lowering.is_boolean_type = whether(is_boolean, lambda d: d is torch.bool)
+    try:
+        yield
+    finally:
+        lowering.is_integer_type, lowering.is_boolean_type = is_integer, is_boolean
 
 
 @contextlib.contextmanager
