@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,28 @@ def test_imports_run_one_way(path: Path) -> None:
             assert LEVEL[name] <= LEVEL[here], f"{path.name} imports {name}"
         else:
             assert here == "cli" and name in APART, f"{path.name} imports {name}"
+
+
+# By ARCHITECTURE.md: what the files of each room of native/ may include, beside the public headers.
+NATIVE = {
+    "include": set(),
+    "stream": {"stream"},
+    "device": {"device"},
+    "program": {"program", "device"},
+    "cuda": {"cuda", "program", "device"},
+    "python": {"python", "cuda", "program", "device"},
+}
+
+
+def test_native_rooms_include_one_way() -> None:
+    """The engine's parts need no Python, and devices know of no programs."""
+    native = SOURCE.parents[1] / "native"
+    files = [p for p in native.rglob("*") if p.suffix in {".h", ".cpp"}]
+    assert {p.relative_to(native).parts[0] for p in files} == set(NATIVE)
+    for path in files:
+        here = path.relative_to(native).parts[0]
+        found = set(re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE))
+        assert found <= NATIVE[here] | {"headrace"}, f"{path.name} includes {found - NATIVE[here]}"
 
 
 def test_every_module_has_a_layer() -> None:

@@ -1,7 +1,7 @@
 """The command line: parse and print.
 
-Exit status: 0 done; 1 an answer differs from ``--expect``, or a program leaves its lane (``--confinement``); 2 the command line or an input
-is at fault; 3 the program, a delegate or a device is; 130 interrupted. ``audit``: 0 clean; 1 problems; 2 usage, or nothing to inspect.
+Exit status: 0 done; 1 an answer differs from ``--expect``, a program leaves its lane (``--confinement``), or no split into lanes meets the
+targets (``bench``); 2 the command line, an input or a path is at fault; 3 the program, a delegate or a device is; 130 interrupted. ``audit``: 0 clean; 1 problems; 2 usage, or nothing to inspect.
 """
 
 from __future__ import annotations
