@@ -283,7 +283,7 @@ def test_run_takes_a_method_data_files_and_threads(run: Any) -> None:
         (["add", "--input", "{tmp}/one.npy"], "forward: expected 2 inputs, got 1"),
         (
             ["add", "--input", "{tmp}/nowhere.npy"],
-            "nowhere.npy: expected an array written by numpy.save, got: ",
+            "nowhere.npy: expected an array written by numpy.save, got no such file",
         ),
         (["add", "--input", "{tmp}/text.npy"], "text.npy: expected an array written by numpy.save, got: "),
         (["add", "--input", "{tmp}/empty.npy"], "empty.npy: expected an array written by numpy.save, got: "),

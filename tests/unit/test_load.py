@@ -46,7 +46,7 @@ def test_delegate_and_kernels_of_the_engine_work_in_one_program() -> None:
         kinds = [i["instr_args"]["type"] for i in instructions]
         assert {"DelegateCall", "KernelCall"} <= set(kinds)
         calls = [i for i, kind in enumerate(kinds) if kind == "DelegateCall"]
-        assert [island.index for island in method.islands] == calls
+        assert [island.instruction for island in method.islands] == calls
         for call in program.calls:
             (got,) = method(*map(array_of, call.inputs))
             assert_close(got, call.outputs[0], program.rtol, program.atol)
