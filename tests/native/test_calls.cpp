@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <functional>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -209,6 +210,28 @@ void failure(const std::string& path) {
   });
 }
 
+// A native delegate that throws ends its call alone: the turn is given back, for this thread and others, and
+// the program can be closed.
+void thrown(const std::string& path) {
+  auto program = load(path);
+  auto method = program->method("forward");
+  for (int k = 0; k < 3; ++k) {
+    during = []() -> et::Error {
+      --inside;
+      throw std::runtime_error("on purpose");
+    };
+    headrace::Status status = multiply(*method, 1.0f);
+    CHECK(status.code() == ErrorCode::kDelegate);
+    CHECK(status.method == "forward");
+    CHECK(!status.log.empty());
+    CHECK_HAS(status.log.back(), "a delegate or kernel threw a C++ exception: on purpose");
+    during = [] { return et::Error::Ok; };
+    CHECK(multiply(*method, 0.5f).ok());
+    in_threads(2, [&](int) { CHECK(multiply(*method, 2.0f).ok()); });
+  }
+  CHECK(program->close().ok());
+}
+
 // What a delegate says while it is loaded reaches the caller.
 void refusal(const std::string& path) {
   auto file = headrace::Bytes::read(path);
@@ -337,9 +360,9 @@ int main(int argc, char** argv) {
   CHECK(et::register_backend({"NotThere", &delegate}) == et::Error::Ok);
   const std::string scenario = argv[1], path = argv[2];
   const std::pair<const char*, void (*)(const std::string&)> all[] = {
-      {"turns", turns},     {"overlap", overlap}, {"reentry", reentry},
-      {"failure", failure}, {"refusal", refusal}, {"handles", handles},
-      {"methods", methods}, {"ending", ending},   {"views", views}};
+      {"turns", turns},   {"overlap", overlap}, {"reentry", reentry}, {"failure", failure},
+      {"thrown", thrown}, {"refusal", refusal}, {"handles", handles}, {"methods", methods},
+      {"ending", ending}, {"views", views}};
   for (const auto& [name, run] : all) {
     if (scenario != name) continue;
     run(path);

@@ -31,6 +31,7 @@ def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("overlap", "not_there"),
         ("reentry", "not_there"),
         ("failure", "not_there"),
+        ("thrown", "not_there"),
         ("refusal", "not_there"),
         ("handles", "not_there"),
         ("views", "not_there"),

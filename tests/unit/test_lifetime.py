@@ -234,12 +234,17 @@ assert inside.wait(60)
 child = os.fork()
 if child == 0:
     told = 0
-    for use in (lambda: program["forward"](x), lambda: headrace.load(PROGRAM, device="sim"), program.close):
+    for use in (
+        lambda: program["forward"](x),
+        lambda: program["forward"].capture(x),
+        lambda: headrace.load(PROGRAM, device="sim"),
+        program.close,
+    ):
         try:
             use()
         except headrace.EngineError as error:
             told += "forked" in str(error)
-    os._exit(0 if told == 3 else 1)
+    os._exit(0 if told == 4 else 1)
 assert os.waitpid(child, 0)[1] == 0
 go.set()
 thread.join()
