@@ -537,6 +537,29 @@ def quantized_operators_stay_as_they_are(folder: Path) -> None:
     assert asymmetric and any("TensorRT's" in why for why in asymmetric), whose[3]
 
 
+@case
+def eight_bit_floats_are_taken_where_the_parser_takes_them(folder: Path) -> None:
+    """EX1, EX6: weights in fp8 go into the engine; a value that is made one in between is refused in TensorRT's words, node by
+    node."""
+    import torch
+
+    def stored(self: Any, x: Any) -> Any:
+        return x @ self.weight.to(torch.float32) * 0.5
+
+    model = module(stored, weight=randn(8, 4).to(torch.float8_e4m3fn))
+    made = exported(folder, model, (randn(2, 8),), [trt()], cache=False, verify=False)
+    assert {n.delegate for n in made.split} == {"TensorRT"}, made.split
+    (blob,) = blobs(made)
+    assert [b.dtype for b in blob.bindings] == ["float32", "float32"]
+
+    def between(self: Any, x: Any) -> Any:
+        return torch.relu((x * 2).to(torch.float8_e4m3fn).to(torch.float32)) * 0.5
+
+    made = exported(folder, module(between), (randn(2, 8),), [trt()], cache=False, verify=False)
+    refused = {n.name: n.why for n in made.split if n.delegate != "TensorRT"}
+    assert len(refused) == 2 and all("has datatype FP8" in why for why in refused.values()), refused
+
+
 # -------------------- verification
 
 
