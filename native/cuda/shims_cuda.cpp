@@ -179,6 +179,8 @@ SHIM int hrceEventCreate(void** event) {
 }
 SHIM int hrceEventDestroy(void* event) {
   return on_driver([&](Arena&, const cu::Driver& driver) -> int32_t {
+    // Not asked twice where it fails: the driver may tell of earlier work, and have destroyed the event all
+    // the same.
     return driver.EventDestroy(static_cast<cu::Event>(event));
   });
 }
