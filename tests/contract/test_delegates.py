@@ -46,6 +46,22 @@ def test_load_is_told_whose_it_is(devices: Devices) -> None:
         told.clear()
 
 
+def test_named_data_is_there_no_longer_where_loading_failed() -> None:
+    """DE3, LT3: the engine's map of it is gone by then, also for who kept the context."""
+    kept: list[Any] = []
+
+    class Fails(delegates.OneCall, name="TestA"):
+        def load(self, payload: bytes, context: headrace.delegate.Context) -> None:
+            kept.append(context)
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(headrace.DelegateError, match="on purpose"):
+        golden("two_islands").load(headrace.device("sim"))
+    (context,) = kept
+    with pytest.raises(ValueError, match="while a delegate loads"):
+        context.named_data("x")
+
+
 def test_named_data_is_there_while_it_loads() -> None:
     """DE3: KeyError for a key that neither the program nor its data files have."""
     found: list[Any] = []

@@ -53,8 +53,6 @@ from .target import Target
 
 __all__ = ["Options", "write"]
 
-TENSORRT = "TensorRTBackend"
-
 
 @dataclass(frozen=True)
 class Options:
@@ -194,7 +192,7 @@ def _verified(
     assert options.verify is not None
     modules = [m for m in (getattr(d, "module", None) for d in options.delegates) if m is not None]
     name = options.path.name
-    engines = _engines(files[options.path])
+    engines = tensorrt.islands(files[options.path])
 
     def run(
         files: Mapping[Path, bytes],
@@ -212,7 +210,7 @@ def _verified(
             modules=modules,
             stand_in=stand_in,
             # On a GPU that TensorRT does not support, or without its run time.
-            may_lack=[TENSORRT] if engines and stand_in is None else [],
+            may_lack=[tensorrt.DELEGATE] if engines and stand_in is None else [],
         )
 
     if options.target.kind == "host" and not engines:
@@ -230,14 +228,15 @@ def _verified(
             f"{', '.join(different[:8]) or 'its end'}; verify it on a GPU, or leave it out, verify=False",
             node=different[0] if different else None,
         )
-    stand_ins = _engines(twin[options.path])
-    for (where, real), (_, other) in zip(engines, stand_ins, strict=True):
-        if real.bindings != other.bindings or real.built is None:
+    stand_ins = tensorrt.islands(twin[options.path])
+    for real, other in zip(engines, stand_ins, strict=True):
+        if real.blob.bindings != other.blob.bindings or real.blob.built is None:
             raise ExportError(
-                f"{name}, {where}: expected the stand-in to have the engine's bindings, got others; report this with the "
+                f"{name}, {real.method}, instruction {real.instruction}: expected the stand-in to have the engine's bindings, got others; report this with the "
                 "model"
             )
-    versions = {real.built.runtime: real.built.version for _, real in engines if real.built}
+    built = (real.blob.built for real in engines)
+    versions = {b.runtime: b.version for b in built if b is not None}
     said = run(twin, verify.HOST, versions)[0]
     checked = "structure, constants and plan of the program were checked, and the same split was"
     note = f"not run as it is ({why}): {checked} compiled for the host and run"
@@ -251,17 +250,6 @@ def _verified(
 
 def _on_host(target: Target) -> Target:
     return target if target.kind == "host" else Target()
-
-
-def _engines(program: bytes) -> list[tuple[str, tensorrt.Blob]]:
-    """TensorRT's islands, where each is, and what their payloads say, read from the program's own bytes."""
-    found = []
-    for method in pte.read(program).methods:
-        for island in method.islands:
-            if island.delegate == TENSORRT:
-                payload = program[island.payload_offset : island.payload_offset + island.payload_nbytes]
-                found.append((f"{method.name}, island {island.index}", tensorrt.read(payload)))
-    return found
 
 
 def _vary(programs: Iterable[ExportedProgram]) -> bool:

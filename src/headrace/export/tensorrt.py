@@ -35,7 +35,7 @@ from .shapes import Shapes
 
 __all__ = ["BACKEND", "TensorRTLowering"]
 
-BACKEND = "TensorRTBackend"
+BACKEND = blob.DELEGATE
 # For the compilation alone, never in a program: which delegate of the list compiles.
 LOWER_SPEC = "headrace.tensorrt"
 
