@@ -102,8 +102,8 @@ Status CudaDevice::do_destroy_stream(StreamHandle handle) {
     capturing_ = static_cast<int>(captures_.size());
   }
   if (auto busy = capturing("destroy_stream", handle); !busy.ok() || *busy) {
-    // A stream in a capture cannot be given to others: it goes, and its handle is refused for good. (To ask the
-    // driver of a handle that is gone ends the process.)
+    // A stream in a capture cannot be given to others: it goes, and its handle is refused for good. (To ask
+    // the driver of a handle that is gone ends the process.)
     cu::Code code = driver_.StreamDestroy(raw(handle));
     reap();
     return code == cu::kSuccess ? Status() : failed("destroy_stream", code);
