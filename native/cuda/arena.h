@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 
 #include "cuda/shims.h"
 
@@ -43,13 +44,49 @@ struct Tensor {
   }
 };
 
+// What objects of one kind lay in, for the next ones: a run makes and ends the same few each time. Under a
+// sanitizer nothing is kept, so that it sees what is used after its end.
+template <class T>
+class Spare {
+ public:
+  // Memory for a T; null where there is none.
+  void* take() {
+    if (first_ == nullptr) return std::malloc(sizeof(T));
+    void* cell = first_;
+    first_ = *static_cast<void**>(cell);
+    return cell;
+  }
+  void give(void* cell) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    std::free(cell);
+#else
+    static_assert(sizeof(T) >= sizeof(void*));
+    *static_cast<void**>(cell) = first_;
+    first_ = cell;
+#endif
+  }
+  void clear() {
+    while (first_ != nullptr) std::free(take());
+  }
+
+ private:
+  void* first_ = nullptr;  // each cell holds the address of the next
+};
+
+// The streams that a library's guards will put back, innermost last.
+constexpr int kMaxGuards = 8;
+
 struct Arena {
   Tensor* tensors = nullptr;
   Block* waiting = nullptr;
+  Spare<Tensor> tensor_cells;
+  Spare<Storage> storage_cells;
   ArenaCounts counts;
   Gpu gpu;  // of a library for CUDA; else its driver is null
   GpuRun run;
   int64_t requests = 0;  // for device memory, in this run
+  void* guarded[kMaxGuards] = {};
+  int guards = 0;
 
   void* take(size_t nbytes);
   void give(void* data);

@@ -385,7 +385,8 @@ class CudaBackend final : public et::BackendInterface {
     };
     // By reference: a copy of it would be on the heap.
     Status status = island.run_on_gpu(inputs, targets, stream, kind, std::ref(place));
-    return loaded.alone ? end_alone(loaded, std::move(status), stream) : status;
+    if (loaded.alone) return end_alone(loaded, std::move(status), stream);
+    return status;
   }
 
   // Where nobody of ours checked the memory, or orders one call behind the other (LT1).

@@ -1,8 +1,10 @@
 // Runs of an island: what goes into its library and what becomes of what it made, on the host and on a GPU.
 #include <algorithm>
 #include <array>
-#include <memory_resource>
+#include <bit>
+#include <span>
 #include <stdexcept>
+#include <vector>
 
 #include "cuda/inside.h"
 #include "cuda/island.h"
@@ -13,31 +15,41 @@
 
 namespace headrace {
 
-// The tensors of one run, ended with it. Of a few, the lists take no memory but their own.
+// The tensors of one run, ended with it. The lists of a few take no memory but their own.
 struct Island::RunTensors {
-  using List = std::pmr::vector<shims::Tensor*>;
-
  private:
-  std::array<std::byte, 512> room_;
-  std::pmr::monotonic_buffer_resource memory_{room_.data(), room_.size()};
+  std::array<shims::Tensor*, 24> room_;
+  std::vector<shims::Tensor*> more_;
 
  public:
-  List given{&memory_}, taken{&memory_}, made{&memory_}, replaced{&memory_};
+  std::span<shims::Tensor*> given, taken, made;
+  size_t num_given = 0;
+  std::vector<shims::Tensor*> replaced;
 
   RunTensors(size_t inputs, size_t outputs) {
-    given.reserve(inputs);
-    taken.reserve(inputs);
-    made.resize(outputs, nullptr);
+    shims::Tensor** at = room_.data();
+    if (2 * inputs + outputs > room_.size()) {
+      more_.resize(2 * inputs + outputs);
+      at = more_.data();
+    }
+    given = {at, inputs};
+    taken = {at + inputs, inputs};
+    made = {at + 2 * inputs, outputs};
+    std::fill(made.begin(), made.end(), nullptr);
   }
   ~RunTensors() {
-    made.insert(made.end(), replaced.begin(), replaced.end());
-    // A library may give one tensor as several outputs.
-    if (made.size() > 1) {
-      std::sort(made.begin(), made.end());
-      made.erase(std::unique(made.begin(), made.end()), made.end());
+    std::span<shims::Tensor*> ended = made;
+    if (!replaced.empty()) {
+      replaced.insert(replaced.end(), made.begin(), made.end());
+      ended = replaced;
     }
-    for (shims::Tensor* t : made) shims::release(t);
-    for (shims::Tensor* t : given) shims::end_borrow(t);
+    // A library may give one tensor as several outputs.
+    if (ended.size() > 1) {
+      std::sort(ended.begin(), ended.end());
+      ended = {ended.begin(), std::unique(ended.begin(), ended.end())};
+    }
+    for (shims::Tensor* t : ended) shims::release(t);
+    for (size_t i = 0; i < num_given; ++i) shims::end_borrow(given[i]);
   }
   RunTensors(const RunTensors&) = delete;
   RunTensors& operator=(const RunTensors&) = delete;
@@ -84,21 +96,22 @@ bool meet(const void* a, size_t a_nbytes, const void* b, size_t b_nbytes) {
 bool Island::borrow(std::span<const TensorView> inputs, RunTensors& tensors) const {
   for (const TensorView& view : inputs) {
     std::array<int64_t, kMaxDims> strides;
-    auto width = static_cast<int64_t>(itemsize(view.dtype));
-    for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d) strides[d] = view.strides_bytes[d] / width;
+    // Widths are powers of two; a division takes as long as the rest of the loop several times over.
+    int shift = std::countr_zero(itemsize(view.dtype));
+    for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d) strides[d] = view.strides_bytes[d] >> shift;
     shims::Tensor* tensor =
         shims::borrow(arena_, view.data, view.nbytes(), static_cast<int32_t>(view.dtype), view.ndim,
                       view.sizes.data(), strides.data(), 0, device_ != nullptr ? shims::kCuda : shims::kCpu,
                       device_ != nullptr ? device_->ordinal() : 0);
     if (tensor == nullptr) return false;
-    tensors.given.push_back(tensor);
+    tensors.given[tensors.num_given++] = tensor;
   }
   return true;
 }
 
 Status Island::call(RunTensors& tensors, StreamHandle stream) {
-  RunTensors::List &taken = tensors.taken, &made = tensors.made;
-  taken = tensors.given;  // the library writes into the array
+  std::span taken = tensors.taken, made = tensors.made;
+  std::copy(tensors.given.begin(), tensors.given.end(), taken.begin());  // the library writes into the array
   int64_t before = Inside::failures_elsewhere();
   int code = 0;
   try {

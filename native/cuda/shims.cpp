@@ -43,7 +43,8 @@ bool extent(int64_t ndim, const int64_t* sizes, const int64_t* strides, int64_t*
   return true;
 }
 
-void drop(Storage* storage) {
+// `arena`: of the tensor that had it.
+void drop(Arena& arena, Storage* storage) {
   if (storage->references.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   if (storage->arena != nullptr) {
     if (storage->device_type == kCpu) {
@@ -52,15 +53,16 @@ void drop(Storage* storage) {
       storage->arena->gpu.give(storage->arena->gpu.owner, storage->base);
     }
   }
-  std::free(storage);
+  arena.storage_cells.give(storage);
 }
 
 void destroy(Tensor* tensor) {
   *tensor->previous = tensor->next;
   if (tensor->next != nullptr) tensor->next->previous = tensor->previous;
-  --tensor->arena->counts.tensors;
-  drop(tensor->storage);
-  std::free(tensor);
+  Arena& arena = *tensor->arena;
+  --arena.counts.tensors;
+  drop(arena, tensor->storage);
+  arena.tensor_cells.give(tensor);
 }
 
 // Takes the reference to `storage` over, also where it fails.
@@ -68,9 +70,9 @@ Tensor* make(Arena* arena, Storage* storage, int64_t ndim, const int64_t* sizes,
              int64_t offset, int32_t dtype) {
   auto* tensor = ndim < 0 || ndim > static_cast<int64_t>(kMaxDims)
                      ? nullptr
-                     : static_cast<Tensor*>(std::malloc(sizeof(Tensor)));
+                     : static_cast<Tensor*>(arena->tensor_cells.take());
   if (tensor == nullptr) {
-    drop(storage);
+    drop(*arena, storage);
     (void)fail("no memory for a tensor, or a rank of %lld where at most %zu is known",
                static_cast<long long>(ndim), kMaxDims);
     return nullptr;
@@ -93,8 +95,8 @@ Tensor* make(Arena* arena, Storage* storage, int64_t ndim, const int64_t* sizes,
   return tensor;
 }
 
-Storage* make_storage(void* base, size_t nbytes, int32_t device_type, int32_t device_index) {
-  void* memory = std::malloc(sizeof(Storage));
+Storage* make_storage(Arena& arena, void* base, size_t nbytes, int32_t device_type, int32_t device_index) {
+  void* memory = arena.storage_cells.take();
   if (memory == nullptr) return nullptr;
   auto* storage = new (memory) Storage;
   storage->base = base;
@@ -136,17 +138,17 @@ int32_t empty(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_
   bool host = device_type == kCpu;
   if (!host && (device_type != kCuda || current->gpu.driver == nullptr))
     return fail("empty_strided: expected host memory, got device type %d", device_type);
-  Storage* storage = make_storage(nullptr, nbytes, device_type, device_index);
+  Storage* storage = make_storage(*current, nullptr, nbytes, device_type, device_index);
   if (storage == nullptr) return fail("empty_strided: no memory");
   if (!host) {
     if (int32_t code = device_memory(*storage, counts)) {
-      std::free(storage);
+      current->storage_cells.give(storage);
       return code;
     }
   } else {
     storage->base = current->take(nbytes);
     if (storage->base == nullptr) {
-      std::free(storage);
+      current->storage_cells.give(storage);
       return fail("empty_strided: %zu bytes of host memory could not be had", nbytes);
     }
     storage->arena = current;
@@ -355,6 +357,7 @@ Arena* make_arena(const Gpu* gpu) {
 void begin_gpu_run(Arena* arena, const GpuRun& run) {
   arena->run = run;
   arena->requests = 0;
+  arena->guards = 0;
   arena->counts.code = 0;
 }
 
@@ -376,6 +379,8 @@ void destroy_arena(Arena* arena) {
     arena->waiting = block->next;
     std::free(block);
   }
+  arena->tensor_cells.clear();
+  arena->storage_cells.clear();
   std::free(arena);
 }
 
@@ -390,7 +395,7 @@ Arena* exchange_arena(Arena* arena) {
 Tensor* borrow(Arena* arena, void* memory, size_t storage_nbytes, int32_t dtype, int ndim,
                const int64_t* sizes, const int64_t* strides, int64_t offset, int32_t device_type,
                int32_t device_index) {
-  Storage* storage = make_storage(memory, storage_nbytes, device_type, device_index);
+  Storage* storage = make_storage(*arena, memory, storage_nbytes, device_type, device_index);
   if (storage == nullptr) return nullptr;
   Tensor* tensor = make(arena, storage, ndim, sizes, strides, offset, dtype);
   if (tensor != nullptr) tensor->borrowed = true;
@@ -490,7 +495,7 @@ SHIM int32_t NAMED(create_tensor_from_blob)(void* data, int64_t ndim, const int6
       __builtin_mul_overflow(static_cast<size_t>(elements), shims::width(dtype), &nbytes))
     return shims::fail("create_tensor_from_blob: expected a known dtype and countable sizes, got others");
   if (shims::current == nullptr) return shims::fail("create_tensor_from_blob: called outside headrace");
-  auto* storage = shims::make_storage(data, nbytes, device_type, device_index);
+  auto* storage = shims::make_storage(*shims::current, data, nbytes, device_type, device_index);
   if (storage == nullptr) return shims::fail("create_tensor_from_blob: no memory");
   *out = shims::make(shims::current, storage, ndim, sizes, strides, offset, dtype);
   return *out == nullptr;

@@ -6,7 +6,6 @@
 // ready).
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 
 #include "cuda/arena.h"
@@ -38,7 +37,8 @@ template <class Call>
 int32_t on_driver(Call call) {
   Arena* arena = gpu_arena();
   if (arena == nullptr) return remember(kNoDevice);
-  return remember(driver_failed(call(*arena, *arena->gpu.driver)));
+  int32_t code = call(*arena, *arena->gpu.driver);
+  return code == 0 ? 0 : remember(driver_failed(code));
 }
 
 cu::Address address(const void* data) { return reinterpret_cast<uintptr_t>(data); }
@@ -57,9 +57,9 @@ int32_t copy(Arena& arena, void* to, const void* from, size_t nbytes, void* stre
 }  // namespace
 
 int32_t driver_failed(int32_t code) {
+  if (code == 0 || code == cu::kNotReady) return code;
   Arena* arena = gpu_arena();
-  bool failed = code != 0 && code != cu::kNotReady;
-  if (arena != nullptr && failed && arena->counts.code == 0) arena->counts.code = code;
+  if (arena != nullptr && arena->counts.code == 0) arena->counts.code = code;
   return code;
 }
 
@@ -261,18 +261,21 @@ int32_t check_index(const char* what, int32_t index) {
 
 SHIM int32_t aoti_hrace_create_cuda_stream_guard(void* stream, int32_t index, void** guard) {
   if (int32_t code = check_index("cuda_stream_guard", index)) return code;
-  void** former = static_cast<void**>(std::malloc(sizeof(void*)));
-  if (former == nullptr) return fail("cuda_stream_guard: no memory");
-  Arena* arena = gpu_arena();
-  *former = arena->run.stream;
-  arena->run.stream = stream;
-  *guard = former;
+  Arena& arena = *gpu_arena();
+  if (arena.guards == kMaxGuards)
+    return fail("cuda_stream_guard: expected at most %d guards at once, got one more", kMaxGuards);
+  void*& former = arena.guarded[arena.guards++];
+  former = arena.run.stream;
+  arena.run.stream = stream;
+  *guard = &former;
   return 0;
 }
+// Guards end in the opposite order of their beginning: each is a scope of the library's.
 SHIM int32_t aoti_hrace_delete_cuda_stream_guard(void* guard) {
-  if (guard == nullptr) return 0;
-  if (Arena* arena = gpu_arena()) arena->run.stream = *static_cast<void**>(guard);
-  std::free(guard);
+  Arena* arena = gpu_arena();
+  if (guard == nullptr || arena == nullptr || arena->guards == 0) return 0;
+  arena->run.stream = *static_cast<void**>(guard);
+  --arena->guards;
   return 0;
 }
 // A library works on one device, which is current while it runs: there is nothing to put back.

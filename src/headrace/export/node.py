@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from .delegates import Node
 
-__all__ = ["described", "module_path", "operator", "source_line", "viewed"]
+__all__ = ["described", "frames", "innermost", "module_path", "operator", "source_line", "viewed"]
 
 # One frame of a stack trace as PyTorch writes it into a node.
 FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<code>.*)$', re.MULTILINE)
+TORCH = os.path.dirname(torch.__file__) + os.sep
 
 # Of a line of source, in messages and tables.
 MOST = 120
@@ -30,13 +32,24 @@ def operator(node: torch.fx.Node) -> str:
     )
 
 
+def frames(text: str) -> list[tuple[str, str, str]]:
+    """File, line number and line of each frame in ``text``, the outermost first."""
+    return [(file, line, code.strip()) for file, line, code in FRAME.findall(text)]
+
+
+def innermost(trace: Sequence[tuple[str, str, str]]) -> tuple[str, str, str] | None:
+    """The last frame outside PyTorch, whose modules call functions of their own for the user's; its last where all are inside."""
+    theirs = [frame for frame in trace if not frame[0].startswith(TORCH)]
+    found = theirs or trace
+    return found[-1] if found else None
+
+
 def source_line(node: torch.fx.Node) -> str | None:
     """Where the user's code made the node: ``model.py:12: x.topk(3)``; None where it is not recorded."""
-    frames = FRAME.findall(node.meta.get("stack_trace") or "")
-    if not frames:
+    frame = innermost(frames(node.meta.get("stack_trace") or ""))
+    if frame is None:
         return None
-    file, line, code = frames[-1]
-    code = code.strip()
+    file, line, code = frame
     return f"{file}:{line}: {code if len(code) <= MOST else code[: MOST - 1] + '…'}"
 
 

@@ -44,7 +44,7 @@ from . import (
     verify,
 )
 from .cache import using
-from .node import FRAME, described
+from .node import TORCH, described, frames, innermost
 from .partition import Method, constants_in_lists, partitioners, user_inputs
 from .profiles import MOST
 from .progress import report, reporting
@@ -369,7 +369,7 @@ def _exported(name: str, model: Any, inputs: Any, shapes: Any) -> ExportedProgra
     with torch.no_grad():
         try:
             with told_by_the_error():
-                return torch.export.export(model, inputs, dynamic_shapes=shapes, strict=True)
+                return torch.export.export(model, inputs, dynamic_shapes=shapes)
         except Exception as error:
             raise ExportError(
                 f"{name}: expected torch.export to trace the model, got {_useful_first(error)}"
@@ -384,11 +384,12 @@ def _useful_first(error: Exception) -> str:
     inner = re.search(r"got (\w+\((['\"]).*\2\))$", text, re.MULTILINE) or re.match(r"\s*- (.+)", rest)
     if inner:
         said += f" {inner[1]}"
-    frames = [(file, line, code.strip()) for file, line, code in FRAME.findall(text)]
-    frames += [(one.filename, one.lineno, one.line) for one in getattr(error, "real_stack", None) or ()]
-    torchs = os.path.dirname(torch.__file__) + os.sep
-    theirs = [frame for frame in frames if not frame[0].startswith(torchs)]
-    at = ", at {}:{}: {}".format(*theirs[-1]) if theirs else ""
+    trace = frames(text)
+    trace += [
+        (one.filename, str(one.lineno), one.line or "") for one in getattr(error, "real_stack", None) or ()
+    ]
+    frame = innermost(trace)
+    at = ", at {}:{}: {}".format(*frame) if frame and not frame[0].startswith(TORCH) else ""
     return f"{type(error).__name__}: {said}{at}" + (f"\n{rest}" if rest else "")
 
 
