@@ -22,7 +22,7 @@ from torch._inductor.scheduler import Scheduler
 from torch.export import ExportedProgram
 
 from ..errors import ExportError
-from . import vector_math
+from . import interface, vector_math
 from .child import in_child
 from .decompositions import decompositions
 from .node import described
@@ -120,6 +120,7 @@ def _compile(
             _without_paths(),
             _constants_have_types(),
             _without_libtorch(calls, added),
+            interface.left_out(),
         ):
             files = torch._inductor.aot_compile(program.module(), inputs, options=_options(target))
     except Exception as error:
@@ -223,8 +224,7 @@ def _without_paths() -> Iterator[None]:
     build, headers = cpp_builder.run_compile_cmd, codecache._HEADER_DIR
     included = str(Path(torch.__file__).parent / "include")
 
-    def run_compile_cmd(command: str, cwd: str) -> None:
-        words = shlex.split(command)
+    def run(words: list[str], cwd: str) -> None:
         options = [f"-ffile-prefix-map={included}=torch"]
         for word in words:
             if word.endswith((".cpp", ".h", ".hpp", ".S")) and os.path.isabs(word):
@@ -234,9 +234,18 @@ def _without_paths() -> Iterator[None]:
             options = ["-s"]
         build(shlex.join([words[0], *options, *words[1:]]), cwd)
 
-    cpp_builder.run_compile_cmd = run_compile_cmd
     # Headers that are compiled beforehand, apart from those with the paths in them.
     codecache._HEADER_DIR = os.path.join(headers, "headrace")
+    shared = interface.Interface(Path(codecache._HEADER_DIR), run)
+
+    def run_compile_cmd(command: str, cwd: str) -> None:
+        words = shlex.split(command)
+        source = next((word for word in words if word.endswith(".wrapper.cpp")), None)
+        if source is not None and "-c" in words:
+            shared.like(words, source, cwd)
+        run(shared.linked(words) if "-shared" in words else words, cwd)
+
+    cpp_builder.run_compile_cmd = run_compile_cmd
     try:
         yield
     finally:
