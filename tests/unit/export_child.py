@@ -457,6 +457,52 @@ def vector_functions_are_those_of_the_c_library(folder: Path) -> None:
     assert vector_math.source(1) == ""
 
 
+@case
+def what_every_library_has_is_compiled_once(folder: Path) -> None:
+    """The functions by which a library is called, for two islands; both libraries have them."""
+    import shlex
+    import subprocess
+
+    import torch
+    from torch._inductor import codecache, cpp_builder
+
+    import headrace.export
+    from headrace import pte
+
+    compile_really, headers = cpp_builder.run_compile_cmd, codecache._HEADER_DIR
+    sources: list[str] = []
+
+    def noted(command: str, cwd: str) -> None:
+        words = shlex.split(command)
+        sources.extend(
+            Path(w).name.rpartition(".")[0].rpartition(".")[2] for w in words if w.endswith(".cpp")
+        )
+        compile_really(command, cwd)
+
+    cpp_builder.run_compile_cmd, codecache._HEADER_DIR = noted, str(folder / "headers")
+    try:
+        for function in (torch.sin, torch.cos):
+            model = module(lambda self, x, function=function: function(x))
+            path = folder / "island.pte"
+            headrace.export.export(model, (torch.rand(3),), path=path, verify=False, cache=False)
+            data, (library,) = (
+                path.read_bytes(),
+                [e for e in pte.read(path).named_data if e.key.endswith("_so_blob")],
+            )
+            offset = pte.read(path).segments[library.segment].offset
+            file = folder / "island.so"
+            file.write_bytes(data[offset : offset + library.nbytes])
+            named = subprocess.run(
+                ["nm", "-D", "--defined-only", file], capture_output=True, text=True, check=True
+            ).stdout
+            for name in ("Create", "RunSingleThreaded", "GetNumConstants", "UpdateUserManagedConstantBuffer"):
+                assert f" T AOTInductorModelContainer{name}\n" in named, named
+            path.unlink(), file.unlink()
+    finally:
+        cpp_builder.run_compile_cmd, codecache._HEADER_DIR = compile_really, headers
+    assert sources.count("wrapper") == 2 and sources.count("interface") == 1, sources
+
+
 # -------------------- for a GPU
 
 
