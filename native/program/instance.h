@@ -77,7 +77,7 @@ class Instance {
              std::vector<Value>& outputs, CallStats& stats);
   const std::vector<BufferPlan>& buffers() const { return plan_.buffers; }
 
-  // ---- graphs (instance_graph.cpp)
+  // ---- graphs (instance_capture.cpp, instance_graph.cpp)
   // Why the method cannot be captured; asks the plan and every delegate, and does nothing else (GR7).
   Status check_capturable();
   // What a graph captured now would bake in of this instance, beside shapes and partition.
@@ -130,7 +130,7 @@ class Instance {
   Status execute(const Settled& settled);
   // What surrounds a run of the engine: the thread's bindings to device and stream (instance_scope.h).
   class Scope;
-  class Capturing;  // the steps of one capture (instance_graph.cpp)
+  class Capturing;  // the steps of one capture (instance_capture.cpp, instance_graph.cpp)
   // One walk over a graph's memory: `stage` says what for.
   Status walk(GraphMemory& memory, const Settled& settled, CaptureStage stage, WalkNotes& notes);
   Status note_outputs(GraphMemory& memory, const Settled& settled);
