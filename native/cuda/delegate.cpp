@@ -245,12 +245,8 @@ class CudaBackend final : public et::BackendInterface {
       view.data = reinterpret_cast<void*>(uintptr_t{4096});  // never looked at; as aligned as memory is
       view.dtype = t.dtype;
       view.ndim = static_cast<int>(t.sizes.size());
-      std::array<int32_t, kMaxDims> strides{};
-      dense_strides(view.ndim, t.sizes.data(), t.dim_order.data(), strides.data());
-      for (size_t d = 0; d < t.sizes.size(); ++d) {
-        view.sizes[d] = t.sizes[d];
-        view.strides_bytes[d] = strides[d] * static_cast<int64_t>(itemsize(t.dtype));
-      }
+      std::copy(t.sizes.begin(), t.sizes.end(), view.sizes.begin());
+      set_dense_strides(view, t.dim_order.data());
     }
     return island.rehearse(inputs);
   }

@@ -124,7 +124,13 @@ class Instance {
   Status bind_tensor(size_t i, const Value& value, Call& call);
   Status stage_in(size_t i, const TensorView& view, Call& call, void*& data);
   Status stage_out(size_t i, const Value& value, Call& call, void*& data);
+  // Makes room in the input's scratch memory, whose bytes are lost. `purpose`: for the message.
+  Status reserve_scratch(size_t i, size_t nbytes, const char* purpose);
   Status dense_on_host(size_t i, const TensorView& view, Call& call, void*& data);
+  // Whether `out` lies where the output does.
+  Status check_out_device(size_t i, const Value& given) const;
+  // Memory of the caller's or a block for an output that the plan leaves without.
+  Status bind_output_memory(size_t i, void* data);
   Status bind_output(size_t i, const Value* given, Call& call, Value& out);
   Status collect_output(size_t i, const Value* given, Call& call, Value& out);
   Status execute(const Settled& settled);

@@ -329,9 +329,9 @@ class Instance::Capturing {
     Status status = restore(stream_.handle());
     if (!status.ok()) status = restore(kPerThreadStream);
     if (status.ok()) return {};
-    return Status(status.code(),
-                  self_.plan_.name +
-                      ", capture: the state of its delegates could not be put back: " + status.message());
+    return Status(status.code(), self_.plan_.name +
+                                     ", capture: expected to put the state of its delegates back, got: " +
+                                     status.message() + "; load the program again");
   }
 
   Instance& self_;

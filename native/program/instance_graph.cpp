@@ -17,15 +17,6 @@ namespace et = executorch::runtime;
 
 namespace {
 
-// Dense in the program's layout.
-void lay_out(const TensorPlan& plan, TensorView& view, std::array<int32_t, kMaxDims>& strides) {
-  std::array<int32_t, kMaxDims> sizes{};
-  for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d) sizes[d] = static_cast<int32_t>(view.sizes[d]);
-  dense_strides(view.ndim, sizes.data(), plan.dim_order.data(), strides.data());
-  auto width = static_cast<int64_t>(itemsize(view.dtype));
-  for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d) view.strides_bytes[d] = strides[d] * width;
-}
-
 Result<std::unique_ptr<Pages>> host_memory(const std::string& method, size_t nbytes) {
   auto pages = std::make_unique<Pages>(std::max<size_t>(nbytes, 1));
   if (pages->data() != nullptr) return pages;
@@ -54,8 +45,7 @@ Status Instance::prepare(std::span<const Value> inputs, StreamHandle stream, Cap
     if (value.kind != Value::Kind::kTensor) continue;
     const TensorPlan& plan = *plan_.tensor_of(plan_.inputs[i]);
     TensorView& view = in.shown.tensor = value.tensor;
-    std::array<int32_t, kMaxDims> strides;
-    lay_out(plan, view, strides);
+    set_dense_strides(view, plan.dim_order.data());
     auto block = graph.ring->take(view.nbytes(), stream);
     if (!block.ok()) return block.status();
     in.block = std::move(*block);
@@ -103,12 +93,8 @@ Status Instance::walk(GraphMemory& memory, const Settled& settled, CaptureStage 
     GraphMemory::Output& out = memory.outputs[i];
     out.copied = 0;
     if (!output_is_caller_memory_[i]) continue;
-    const TensorPlan& plan = *plan_.tensor_of(plan_.outputs[i]);
     void* data = out.host ? out.host->data() : out.block->data();
-    et::Error error = method_->set_output_data_ptr(data, plan.nbytes, i);
-    if (error == et::Error::Ok) continue;
-    return Status(ErrorCode::kProgram, plan_.name + ", output " + std::to_string(i) +
-                                           ": the engine refuses memory for it: " + et::to_string(error));
+    if (Status status = bind_output_memory(i, data); !status.ok()) return status;
   }
   StageScope told(stage, notes);
   int64_t before = thread_counts().driver_allocations;
@@ -133,12 +119,13 @@ Status Instance::note_outputs(GraphMemory& memory, const Settled& settled) {
     if (nbytes > out.block->capacity() || (source == nullptr && nbytes != 0))
       return Status(ErrorCode::kDelegate, plan_.name + ", output " + std::to_string(i) +
                                               ": expected memory within the plan's bounds, got " +
-                                              headrace::describe(out.told.tensor));
+                                              headrace::describe(out.told.tensor) +
+                                              "; export it with larger bounds");
     if (!apart(*plan_.tensor_of(plan_.outputs[i]))) {
       if (out.copied != nbytes)
         return Status(ErrorCode::kDelegate, plan_.name + ", output " + std::to_string(i) + ": expected " +
                                                 std::to_string(nbytes) + " bytes from the device, got " +
-                                                std::to_string(out.copied));
+                                                std::to_string(out.copied) + "; call the method");
       continue;
     }
     if (source == out.block->data() || nbytes == 0) continue;
@@ -170,10 +157,7 @@ Status Instance::fill(GraphMemory& memory, std::span<const Value> inputs, Call& 
     const void* from = view.data;
     if (!there) {
       call.context.staged_in = true;
-      TensorView dense = view;
-      std::array<int32_t, kMaxDims> strides;
-      lay_out(plan, dense, strides);
-      if (!is_dense(view, strides.data())) {
+      if (!is_dense(view, plan.dim_order.data())) {
         auto block = shared_.host->take(view.nbytes(), stream);
         if (!block.ok()) return block.status();
         repack(view, plan.dim_order.data(), (*block)->data());
@@ -193,29 +177,19 @@ Status Instance::fill(GraphMemory& memory, std::span<const Value> inputs, Call& 
 Status Instance::check_targets(const GraphMemory& memory, std::span<const Value> out) const {
   for (size_t i = 0; i < out.size(); ++i) {
     if (out[i].kind == Value::Kind::kNone) continue;
+    if (Status status = check_out_device(i, out[i]); !status.ok()) return status;
     const TensorPlan& plan = *plan_.tensor_of(plan_.outputs[i]);
     bool there = apart(plan);
-    bool given = out[i].device != nullptr && out[i].device->backend() != Backend::kCpu;
-    if (there != given || (there && out[i].device != device_)) {
-      ErrorCode code = there && given ? ErrorCode::kDevice : ErrorCode::kInput;
-      Status status(code, plan_.name + ", out " + std::to_string(i) + ": expected memory of " +
-                              (there ? device_->name() : std::string("the host")) + ", got " +
-                              headrace::describe(out[i]));
-      if (code == ErrorCode::kDevice) status.device = device_->name();
-      return status;
-    }
     const TensorView& from = memory.outputs[i].told.tensor;
     const TensorView& to = out[i].tensor;
-    TensorView dense = to;
-    std::array<int32_t, kMaxDims> strides;
-    lay_out(plan, dense, strides);
     bool fits = to.ndim == from.ndim && to.dtype == from.dtype &&
                 std::equal(from.sizes.begin(), from.sizes.begin() + from.ndim, to.sizes.begin()) &&
-                (!there || is_dense(to, strides.data()));
+                (!there || is_dense(to, plan.dim_order.data()));
     if (!fits)
       return Status(ErrorCode::kInput, plan_.name + ", out " + std::to_string(i) + ": expected " +
                                            (there ? std::string("dense ") : "") + headrace::describe(from) +
-                                           ", got " + headrace::describe(to));
+                                           ", got " + headrace::describe(to) +
+                                           "; give memory of the output's shape");
   }
   return {};
 }
@@ -246,10 +220,7 @@ Status Instance::deliver(CapturedGraph& graph, std::span<const Value> out, bool 
         if (there) call.writes.push_back(given->block);
       }
       if (there && given->keep) call.keeps.push_back(given->keep);
-      TensorView dense = given->tensor;
-      std::array<int32_t, kMaxDims> strides;
-      lay_out(plan, dense, strides);
-      if (is_dense(given->tensor, strides.data())) to = given->tensor.data;
+      if (is_dense(given->tensor, plan.dim_order.data())) to = given->tensor.data;
       value.tensor = given->tensor;
       value.block = given->block;
     } else if (there && borrow) {

@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "program/text.h"
 #include "program/xnnpack_nodes.h"
 #include "program/xnnpack_payload.h"
 
@@ -96,7 +97,7 @@ std::string check_xnnpack(const MethodPlan& method, size_t index, const FindByte
       }
     }
   } catch (xnnpack::Malformed& e) {
-    return where + e.text;
+    return where + e.text + "; " + kDamaged;
   }
   return {};
 }
