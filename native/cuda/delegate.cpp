@@ -31,7 +31,7 @@ namespace {
 const std::string& kName = *new std::string(kCudaBackend);
 
 // What the islands of a program, or of one instance of a method, have in common.
-struct Held {
+struct IslandMemory {
   HostConstants host;
   DeviceConstants device;
   // Of an instance. The device is told at the first question; it is one for a program's life.
@@ -47,20 +47,21 @@ struct Held {
 };
 
 // What the engine hands back at each call. Shared with work in flight, and with graphs.
-struct Loaded {
+struct LoadedIsland {
   std::string method;
   int instruction = -1;
-  std::shared_ptr<Held> program, instance;  // of the island alone where no program of ours says whose it is
-  DeviceRef device;                         // of a library for CUDA; null: for the host
+  std::shared_ptr<IslandMemory> program,
+      instance;      // of the island alone where no program of ours says whose it is
+  DeviceRef device;  // of a library for CUDA; null: for the host
   // Nobody above orders the calls, and waits for the last one: the engine's own Module.
   bool alone = false;
   EventRef last;  // behind the work of the last call, where `alone`
   StreamHandle last_stream = 0;
   std::shared_ptr<Island> island;
 };
-using LoadedRef = std::shared_ptr<Loaded>;
+using LoadedIslandRef = std::shared_ptr<LoadedIsland>;
 
-Status failure(const Loaded& loaded, const Status& why) {
+Status failure(const LoadedIsland& loaded, const Status& why) {
   return island_failure(loaded.method, loaded.instruction, kName, why);
 }
 
@@ -83,9 +84,9 @@ Output output_of(const Tensor& t) {
 // On a simulated device the island is host work in stream order, and is recorded as that. On a GPU its
 // kernels are recorded, with the addresses of its temporaries and constants: a graph keeps them, and the
 // library.
-class Part final : public IslandCapture {
+class AotiCapture final : public IslandCapture {
  public:
-  explicit Part(LoadedRef loaded) : loaded_(std::move(loaded)) {}
+  explicit AotiCapture(LoadedIslandRef loaded) : loaded_(std::move(loaded)) {}
   std::string refusal() override {
     if (loaded_->device == nullptr) return {};
     if (loaded_->island->hides_state())
@@ -99,12 +100,12 @@ class Part final : public IslandCapture {
   std::vector<Access> state() override { return loaded_->island->state(); }
   std::shared_ptr<void> pin() override {
     if (loaded_->device == nullptr) return nullptr;
-    return std::make_shared<std::pair<LoadedRef, std::shared_ptr<void>>>(
+    return std::make_shared<std::pair<LoadedIslandRef, std::shared_ptr<void>>>(
         loaded_, loaded_->instance->temporaries(loaded_->device)->pin());
   }
 
  private:
-  LoadedRef loaded_;
+  LoadedIslandRef loaded_;
 };
 
 template <class F>
@@ -125,7 +126,7 @@ class CudaBackend final : public et::BackendInterface {
 
   et::Result<et::DelegateHandle*> init(et::BackendInitContext& context, et::FreeableBuffer* payload,
                                        et::ArrayRef<et::CompileSpec> specs) const override {
-    auto loaded = std::make_shared<Loaded>();
+    auto loaded = std::make_shared<LoadedIsland>();
     loaded->method = context.get_method_name() ? context.get_method_name() : "";
     const IslandPlan* plan = claim_island(kName, payload->data());
     if (plan != nullptr) loaded->instruction = plan->instruction;
@@ -133,14 +134,14 @@ class CudaBackend final : public et::BackendInterface {
     if (!status.ok()) {
       return tell(failure(*loaded, status), et::Error::DelegateInvalidCompatibility);
     }
-    (void)take_part(kName, payload->data(), std::make_shared<Part>(loaded));
+    (void)take_part(kName, payload->data(), std::make_shared<AotiCapture>(loaded));
     payload->Free();
-    return reinterpret_cast<et::DelegateHandle*>(new LoadedRef(std::move(loaded)));
+    return reinterpret_cast<et::DelegateHandle*>(new LoadedIslandRef(std::move(loaded)));
   }
 
   et::Error execute(et::BackendExecutionContext&, et::DelegateHandle* handle,
                     et::Span<et::EValue*> args) const override {
-    const LoadedRef& loaded = *reinterpret_cast<LoadedRef*>(handle);
+    const LoadedIslandRef& loaded = *reinterpret_cast<LoadedIslandRef*>(handle);
     // The engine's frames must not meet an exception.
     Status status = caught([&] { return run(loaded, args); });
     if (status.ok()) return et::Error::Ok;
@@ -148,14 +149,14 @@ class CudaBackend final : public et::BackendInterface {
   }
 
   void destroy(et::DelegateHandle* handle) const override {
-    std::unique_ptr<LoadedRef> loaded(reinterpret_cast<LoadedRef*>(handle));
+    std::unique_ptr<LoadedIslandRef> loaded(reinterpret_cast<LoadedIslandRef*>(handle));
     // The event, not the stream: that one may be gone (LT1).
     if (loaded && (*loaded)->last && !(*loaded)->device->synchronize(*(*loaded)->last).ok())
       (void)(*loaded)->device->synchronize();
   }
 
  private:
-  static Status load(Loaded& loaded, const IslandPlan* plan, et::BackendInitContext& context,
+  static Status load(LoadedIsland& loaded, const IslandPlan* plan, et::BackendInitContext& context,
                      const et::FreeableBuffer& bytes, et::ArrayRef<et::CompileSpec> specs) {
     CudaOptions options;
     for (const auto& option : context.runtime_specs()) {
@@ -210,8 +211,9 @@ class CudaBackend final : public et::BackendInterface {
     };
     LoadOwners owners = load_owners();
     loaded.alone = owners.program == nullptr;
-    loaded.program = loaded.alone ? std::make_shared<Held>() : owners.program->get<Held>(kName);
-    loaded.instance = loaded.alone ? loaded.program : owners.instance->get<Held>(kName);
+    loaded.program =
+        loaded.alone ? std::make_shared<IslandMemory>() : owners.program->get<IslandMemory>(kName);
+    loaded.instance = loaded.alone ? loaded.program : owners.instance->get<IslandMemory>(kName);
     // The files of a program of ours stay in memory for as long as it is loaded.
     sources.lasting = !loaded.alone;
     sources.constants = &loaded.program->host;
@@ -245,12 +247,8 @@ class CudaBackend final : public et::BackendInterface {
       view.data = reinterpret_cast<void*>(uintptr_t{4096});  // never looked at; as aligned as memory is
       view.dtype = t.dtype;
       view.ndim = static_cast<int>(t.sizes.size());
-      std::array<int32_t, kMaxDims> strides{};
-      dense_strides(view.ndim, t.sizes.data(), t.dim_order.data(), strides.data());
-      for (size_t d = 0; d < t.sizes.size(); ++d) {
-        view.sizes[d] = t.sizes[d];
-        view.strides_bytes[d] = strides[d] * static_cast<int64_t>(itemsize(t.dtype));
-      }
+      std::copy(t.sizes.begin(), t.sizes.end(), view.sizes.begin());
+      set_dense_strides(view, t.dim_order.data());
     }
     return island.rehearse(inputs);
   }
@@ -301,7 +299,8 @@ class CudaBackend final : public et::BackendInterface {
   }
 
   // The program's call of the island against what the library takes.
-  static Status check_arguments(const Loaded& loaded, const IslandPlan* plan, std::optional<size_t> said) {
+  static Status check_arguments(const LoadedIsland& loaded, const IslandPlan* plan,
+                                std::optional<size_t> said) {
     const Island& island = *loaded.island;
     size_t inputs = island.num_inputs(), outputs = island.num_outputs();
     std::string want =
@@ -339,13 +338,13 @@ class CudaBackend final : public et::BackendInterface {
   }
 
   static void note(std::optional<record::IslandScope>& recorded, Device& device, StreamHandle stream,
-                   const Loaded& loaded, std::span<const Access> accesses) {
+                   const LoadedIsland& loaded, std::span<const Access> accesses) {
     std::vector<record::Touch> touches;
     for (const Access& a : accesses) touches.push_back(record::touch(a.data, a.nbytes, a.write));
     recorded.emplace(device, stream, kName, loaded.instruction, touches);
   }
 
-  static Status run_on_gpu(Loaded& loaded, et::Span<et::EValue*> args, StreamHandle stream) {
+  static Status run_on_gpu(LoadedIsland& loaded, et::Span<et::EValue*> args, StreamHandle stream) {
     Island& island = *loaded.island;
     Device& device = *loaded.device;
     size_t count = island.num_inputs();
@@ -390,8 +389,8 @@ class CudaBackend final : public et::BackendInterface {
   }
 
   // Where nobody of ours checked the memory, or orders one call behind the other (LT1).
-  static Status begin_alone(Loaded& loaded, std::span<const TensorView> inputs, et::Span<et::EValue*> args,
-                            StreamHandle stream) {
+  static Status begin_alone(LoadedIsland& loaded, std::span<const TensorView> inputs,
+                            et::Span<et::EValue*> args, StreamHandle stream) {
     Device& device = *loaded.device;
     for (size_t i = 0; i < args.size(); ++i) {
       const Tensor& t = args[i]->toTensor();
@@ -407,7 +406,7 @@ class CudaBackend final : public et::BackendInterface {
     return device.wait(stream, *loaded.last);
   }
 
-  static Status end_alone(Loaded& loaded, Status status, StreamHandle stream) {
+  static Status end_alone(LoadedIsland& loaded, Status status, StreamHandle stream) {
     Device& device = *loaded.device;
     if (status.ok() && loaded.last == nullptr) {
       auto event = device.create_event();
@@ -421,7 +420,7 @@ class CudaBackend final : public et::BackendInterface {
     return status;
   }
 
-  static Status run(const LoadedRef& loaded, et::Span<et::EValue*> args) {
+  static Status run(const LoadedIslandRef& loaded, et::Span<et::EValue*> args) {
     const Island& island = *loaded->island;
     size_t count = island.num_inputs();
     if (args.size() != count + island.num_outputs()) {

@@ -56,7 +56,7 @@ Result<void*> shims_handle() {
 
 // Paths by which the loader knows a library. One that it may still know is not used again: it would give that
 // library back, whatever lies there by then.
-class Names {
+class LoaderPaths {
  public:
   std::string take(int descriptor) {
     std::lock_guard lock(mutex_);
@@ -75,9 +75,9 @@ class Names {
   std::mutex mutex_;
   std::set<std::string> taken_;
 };
-Names& names() {
-  static auto* n = new Names();  // libraries may be closed late in the process's life
-  return *n;
+LoaderPaths& loader_paths() {
+  static auto* paths = new LoaderPaths();  // libraries may be closed late in the process's life
+  return *paths;
 }
 
 struct Descriptor {
@@ -128,11 +128,11 @@ std::string Library::Mapping::from_memory(std::span<const uint8_t> image, const 
   if (int code = write_all(file.number, image); code != 0) return "memory file: " + reason(code);
   // From here on nobody can change what is mapped, whoever gets at the descriptor.
   (void)fcntl(file.number, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE | F_SEAL_SEAL);
-  std::string name = names().take(file.number);
+  std::string name = loader_paths().take(file.number);
   handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     std::string text = "memory file: " + reason();
-    names().give(name);
+    loader_paths().give(name);
     return text;
   }
   path = name;
@@ -199,7 +199,7 @@ Library::Mapping::~Mapping() {
     return;
   }
   if (descriptor >= 0) (void)close(descriptor);
-  names().give(path);
+  loader_paths().give(path);
 }
 
 Library::~Library() = default;
@@ -218,13 +218,13 @@ Result<std::vector<std::string>> missing_shims(std::span<const std::string> want
 namespace {
 
 // Libraries that are loaded, by SHA-256.
-struct Loaded {
+struct LoadedLibraries {
   std::mutex mutex;
-  std::map<std::string, std::weak_ptr<Library>> libraries;
+  std::map<std::string, std::weak_ptr<Library>> by_hash;
 };
-Loaded& loaded() {
-  static auto* l = new Loaded();
-  return *l;
+LoadedLibraries& loaded_libraries() {
+  static auto* libraries = new LoadedLibraries();
+  return *libraries;
 }
 
 Status unavailable(const std::string& text) { return Status(ErrorCode::kDelegateUnavailable, text); }
@@ -276,8 +276,8 @@ Result<std::shared_ptr<Library>> Library::load(std::span<const uint8_t> image, c
                                            " says, got " + hash.substr(0, 16) +
                                            "…; the file is damaged, export it again");
   }
-  std::lock_guard lock(loaded().mutex);
-  std::weak_ptr<Library>& known = loaded().libraries[hash];
+  std::lock_guard lock(loaded_libraries().mutex);
+  std::weak_ptr<Library>& known = loaded_libraries().by_hash[hash];
   if (auto library = known.lock()) return library;
 
   std::vector<uint8_t> copy(image.begin(), image.end());

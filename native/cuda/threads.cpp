@@ -90,13 +90,13 @@ unsigned team_size(unsigned threads) {
   return first_team_in == now ? threads : 1;
 }
 
-// Where the calling thread is in a team.
-struct Place {
+// A parallel region that the calling thread is in, and the one around it.
+struct Region {
   Team* team;
-  Place* outer;
+  Region* outer;
   jmp_buf leave;
 };
-thread_local Place* place = nullptr;
+thread_local Region* region = nullptr;
 
 struct OpenMp {
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
@@ -145,16 +145,16 @@ void run_in_team(void* argument) {
   auto* team = static_cast<Team*>(argument);
   int none = 0;
   team->expected.compare_exchange_strong(none, openmp.num_threads());
-  Place here;
+  Region here;
   here.team = team;
-  here.outer = place;
-  place = &here;
+  here.outer = region;
+  region = &here;
   if (_setjmp(here.leave) == 0) {
     team->run(team->data);
   } else {
     leave_team(*team);
   }
-  place = here.outer;
+  region = here.outer;
 }
 
 }  // namespace
@@ -165,15 +165,15 @@ void end_thread_objects(const void* begin, const void* end) {
 
 void begin_run() { team_failed = false; }
 
-bool in_region() { return place != nullptr; }
+bool in_region() { return region != nullptr; }
 
 void leave_region() {
-  Team& team = *place->team;
+  Team& team = *region->team;
   pthread_mutex_lock(&team.mutex);
   if (!team.failed) std::memcpy(team.message, error, sizeof error);
   team.failed = true;
   pthread_mutex_unlock(&team.mutex);
-  _longjmp(place->leave, 1);
+  _longjmp(region->leave, 1);
 }
 
 }  // namespace headrace::shims
@@ -217,8 +217,8 @@ SHIM void HRMQ_parallel(void (*run)(void*), void* data, unsigned threads, unsign
   shims::openmp.parallel(run, data, shims::team_size(threads), flags);
 }
 SHIM void HRMP_barrier() {
-  if (shims::place != nullptr) {
-    shims::wait_for_team(*shims::place->team);
+  if (shims::region != nullptr) {
+    shims::wait_for_team(*shims::region->team);
   } else {
     pthread_once(&shims::openmp_once, shims::find_openmp);
     shims::openmp.barrier();

@@ -4,11 +4,11 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_set>
 
+#include "device/address_map.h"
 #include "device/handle.h"
 #include "device/host_function.h"
 #include "device/refusal.h"
@@ -39,7 +39,7 @@ class CpuDevice final : public Device {
   CpuDevice() : Device("cpu", Backend::kCpu, 0) {}
 
   ~CpuDevice() override {
-    for (auto& [base, nbytes] : allocations_) std::free(reinterpret_cast<void*>(base));
+    allocations_.each([](const auto& allocation) { std::free(allocation.base); });
   }
 
  private:
@@ -51,7 +51,7 @@ class CpuDevice final : public Device {
       return refusal(ErrorCode::kOutOfDeviceMemory, name(), "allocate", "memory for the request",
                      "none for " + std::to_string(nbytes) + " bytes", "free some, or ask for less");
     std::unique_lock lock(memory_mutex_);
-    allocations_[reinterpret_cast<uintptr_t>(data)] = nbytes;
+    allocations_.insert(data, nbytes);
     ++counts_.allocations;
     counts_.current_nbytes += nbytes;
     if (counts_.current_nbytes > counts_.peak_nbytes) counts_.peak_nbytes = counts_.current_nbytes;
@@ -62,13 +62,13 @@ class CpuDevice final : public Device {
     if (Status status = check("free", stream); !status.ok()) return status;
     {
       std::unique_lock lock(memory_mutex_);
-      auto found = allocations_.find(reinterpret_cast<uintptr_t>(data));
-      if (found == allocations_.end())
+      const auto* allocation = allocations_.starting_at(data);
+      if (allocation == nullptr)
         return refusal(ErrorCode::kInput, name(), "free", "the start of a live allocation", hex(data),
                        "free what allocate() returned, once");
       ++counts_.frees;
-      counts_.current_nbytes -= found->second;
-      allocations_.erase(found);
+      counts_.current_nbytes -= allocation->nbytes;
+      allocations_.erase(data);
     }
     std::free(data);
     return {};
@@ -93,12 +93,9 @@ class CpuDevice final : public Device {
 
   PointerInfo do_where(const void* address) const override {
     std::shared_lock lock(memory_mutex_);
-    auto at = reinterpret_cast<uintptr_t>(address);
-    auto next = allocations_.upper_bound(at);
-    if (next == allocations_.begin()) return {};
-    auto [base, nbytes] = *std::prev(next);
-    if (at >= base + (nbytes ? nbytes : 1)) return {};
-    return {PointerInfo::Kind::kDevice, reinterpret_cast<void*>(base), nbytes};
+    const auto* allocation = allocations_.holding(address);
+    if (allocation == nullptr) return {};
+    return {PointerInfo::Kind::kDevice, allocation->base, allocation->nbytes};
   }
 
   MemoryCounts do_memory() const override {
@@ -220,7 +217,7 @@ class CpuDevice final : public Device {
   }
 
   mutable std::shared_mutex memory_mutex_;
-  std::map<uintptr_t, size_t> allocations_;
+  AddressMap<> allocations_;
   MemoryCounts counts_;
 
   mutable std::shared_mutex streams_mutex_;

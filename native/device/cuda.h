@@ -16,6 +16,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "device/address_map.h"
 #include "device/cuda_call.h"
 #include "device/driver.h"
 #include "headrace/device.h"
@@ -104,17 +105,17 @@ class CudaGraphExec final : public GraphExec {
 // one split may be put together in one context, and no group is given twice.
 class CudaSms {
  public:
-  struct Part {
-    std::vector<size_t> groups;  // the last index stands for what the split left over
+  struct Groups {
+    std::vector<size_t> indices;  // the last index stands for what the split left over
     int sm_count = 0;
   };
   explicit CudaSms(const CudaDevice& device) : device_(device) {}
   // What the driver says of the whole device.
   SmLimits limits() const;
   // Takes groups for all the sizes, or for none of them: `left` SMs are free then.
-  Result<std::vector<Part>> take(std::span<const int> sms, int* left);
-  void give(const Part& part);
-  std::vector<cu::Resource> resources(const Part& part) const;
+  Result<std::vector<Groups>> take(std::span<const int> sms, int* left);
+  void give(const Groups& groups);
+  std::vector<cu::Resource> resources(const Groups& groups) const;
 
  private:
   Status split();
@@ -133,7 +134,7 @@ struct RestingStream {
 
 class CudaPartition final : public Partition {
  public:
-  CudaPartition(CudaDevice& device, CudaSms::Part part);
+  CudaPartition(CudaDevice& device, CudaSms::Groups sms);
   ~CudaPartition() override;
   int sm_count() const override { return sm_count_; }
   Status close() override;
@@ -146,7 +147,7 @@ class CudaPartition final : public Partition {
 
  private:
   CudaDevice& device_;
-  const CudaSms::Part part_;
+  const CudaSms::Groups groups_;
   cu::GreenContext context_ = nullptr;
   int sm_count_ = 0;
   std::atomic<bool> closed_{false};
@@ -265,7 +266,7 @@ class CudaDevice final : public Device {
   CudaCalls calls_;
 
   mutable std::shared_mutex memory_mutex_;
-  std::map<uintptr_t, size_t> allocations_;
+  AddressMap<> allocations_;
   MemoryCounts counts_;
 
   mutable std::shared_mutex streams_mutex_;

@@ -17,12 +17,8 @@ cu::Address address_of(const void* data) { return reinterpret_cast<uintptr_t>(da
 
 CudaDevice::Block CudaDevice::find(const void* address) const {
   std::shared_lock lock(memory_mutex_);
-  auto at = reinterpret_cast<uintptr_t>(address);
-  auto next = allocations_.upper_bound(at);
-  if (next == allocations_.begin()) return {};
-  auto [base, nbytes] = *std::prev(next);
-  if (at >= base + (nbytes ? nbytes : 1)) return {};
-  return {reinterpret_cast<void*>(base), nbytes};
+  const auto* allocation = allocations_.holding(address);
+  return allocation == nullptr ? Block() : Block{allocation->base, allocation->nbytes};
 }
 
 Result<void*> CudaDevice::do_allocate(size_t nbytes, StreamHandle stream) {
@@ -47,11 +43,12 @@ Result<void*> CudaDevice::do_allocate(size_t nbytes, StreamHandle stream) {
   }
   if (code != cu::kSuccess) return failed("allocate", code);
   std::unique_lock lock(memory_mutex_);
-  allocations_[static_cast<uintptr_t>(address)] = nbytes;
+  auto* data = reinterpret_cast<void*>(address);
+  allocations_.insert(data, nbytes);
   ++counts_.allocations;
   counts_.current_nbytes += nbytes;
   counts_.peak_nbytes = std::max(counts_.peak_nbytes, counts_.current_nbytes);
-  return reinterpret_cast<void*>(address);
+  return data;
 }
 
 Status CudaDevice::do_free(void* data, StreamHandle stream) {
@@ -69,17 +66,17 @@ Status CudaDevice::do_free(void* data, StreamHandle stream) {
   {
     // Forgotten first: another thread may be given the address as soon as the driver has it back.
     std::unique_lock lock(memory_mutex_);
-    auto found = allocations_.find(reinterpret_cast<uintptr_t>(data));
-    if (found == allocations_.end())
+    const auto* allocation = allocations_.starting_at(data);
+    if (allocation == nullptr)
       return refusal(ErrorCode::kInput, name(), "free", "the start of a live allocation of " + name(),
                      hex(data), "free what allocate() returned, once, with its device");
-    nbytes = found->second;
-    allocations_.erase(found);
+    nbytes = allocation->nbytes;
+    allocations_.erase(data);
   }
   cu::Code code = driver_.MemFreeAsync(address_of(data), raw(stream));
   std::unique_lock lock(memory_mutex_);
   if (code != cu::kSuccess) {
-    allocations_[reinterpret_cast<uintptr_t>(data)] = nbytes;
+    allocations_.insert(data, nbytes);
     return failed("free", code);
   }
   ++counts_.frees;

@@ -48,7 +48,7 @@ Status CudaSms::split() {
   return {};
 }
 
-Result<std::vector<CudaSms::Part>> CudaSms::take(std::span<const int> sms, int* left) {
+Result<std::vector<CudaSms::Groups>> CudaSms::take(std::span<const int> sms, int* left) {
   std::lock_guard lock(mutex_);
   if (Status status = split(); !status.ok()) return status;
   *left = 0;
@@ -56,39 +56,39 @@ Result<std::vector<CudaSms::Part>> CudaSms::take(std::span<const int> sms, int* 
     if (!used_[i]) *left += static_cast<int>(groups_[i].sm.sm_count);
   }
   std::vector<bool> used = used_;
-  std::vector<Part> parts;
+  std::vector<Groups> taken;
   for (int wanted : sms) {
-    Part part;
+    Groups one;
     // The remainder is the last of them: it comes to a lane only where whole groups do not do.
-    for (size_t i = 0; i < groups_.size() && part.sm_count < wanted; ++i) {
+    for (size_t i = 0; i < groups_.size() && one.sm_count < wanted; ++i) {
       if (used[i]) continue;
       used[i] = true;
-      part.groups.push_back(i);
-      part.sm_count += static_cast<int>(groups_[i].sm.sm_count);
+      one.indices.push_back(i);
+      one.sm_count += static_cast<int>(groups_[i].sm.sm_count);
     }
-    if (part.sm_count < wanted) return std::vector<Part>();
-    parts.push_back(std::move(part));
+    if (one.sm_count < wanted) return std::vector<Groups>();
+    taken.push_back(std::move(one));
   }
   used_ = std::move(used);
-  return parts;
+  return taken;
 }
 
-void CudaSms::give(const Part& part) {
+void CudaSms::give(const Groups& groups) {
   std::lock_guard lock(mutex_);
-  for (size_t group : part.groups) used_[group] = false;
+  for (size_t group : groups.indices) used_[group] = false;
 }
 
-std::vector<cu::Resource> CudaSms::resources(const Part& part) const {
+std::vector<cu::Resource> CudaSms::resources(const Groups& groups) const {
   std::lock_guard lock(mutex_);
   std::vector<cu::Resource> out;
-  for (size_t group : part.groups) out.push_back(groups_[group]);
+  for (size_t group : groups.indices) out.push_back(groups_[group]);
   return out;
 }
 
 // ---- a partition
 
-CudaPartition::CudaPartition(CudaDevice& device, CudaSms::Part part)
-    : Partition(device), device_(device), part_(std::move(part)) {}
+CudaPartition::CudaPartition(CudaDevice& device, CudaSms::Groups sms)
+    : Partition(device), device_(device), groups_(std::move(sms)) {}
 
 CudaPartition::~CudaPartition() {
   bool gone = context_ == nullptr;
@@ -101,7 +101,7 @@ CudaPartition::~CudaPartition() {
     }
   }
   // Of a context that lives on, others must not get the multiprocessors.
-  if (gone) device_.sms().give(part_);
+  if (gone) device_.sms().give(groups_);
 }
 
 Status CudaPartition::close() {
@@ -111,7 +111,7 @@ Status CudaPartition::close() {
 
 Status CudaPartition::open() {
   const cu::Driver& driver = device_.driver();
-  std::vector<cu::Resource> resources = device_.sms().resources(part_);
+  std::vector<cu::Resource> resources = device_.sms().resources(groups_);
   cu::ResourceDescription description = nullptr;
   cu::Code code =
       driver.DevResourceGenerateDesc(&description, resources.data(), static_cast<unsigned>(resources.size()));
@@ -128,9 +128,9 @@ Status CudaPartition::open() {
   code = driver.GreenCtxGetDevResource(context_, &granted, cu::kResourceSm);
   if (code != cu::kSuccess) return device_.cannot_split("cuGreenCtxGetDevResource", code);
   sm_count_ = static_cast<int>(granted.sm.sm_count);
-  if (sm_count_ != part_.sm_count)
+  if (sm_count_ != groups_.sm_count)
     return refusal(ErrorCode::kDevice, device_.name(), "split",
-                   "a partition of " + std::to_string(part_.sm_count) + " SMs",
+                   "a partition of " + std::to_string(groups_.sm_count) + " SMs",
                    "one of " + std::to_string(sm_count_) + ", read back from its context",
                    "report the driver's version with this message");
   return {};
@@ -186,13 +186,13 @@ Result<std::vector<PartitionRef>> CudaDevice::do_split(std::span<const int> sms)
   if (!current.ok()) return failed("split", current.code());
   reap();
   int left = 0;
-  auto parts = sms_.take(sms, &left);
-  if (parts.ok() && (*parts).empty() && any_retired_) {
+  auto taken = sms_.take(sms, &left);
+  if (taken.ok() && (*taken).empty() && any_retired_) {
     reap_all();
-    parts = sms_.take(sms, &left);
+    taken = sms_.take(sms, &left);
   }
-  if (!parts.ok()) return parts.status();
-  if ((*parts).empty()) {
+  if (!taken.ok()) return taken.status();
+  if ((*taken).empty()) {
     SmLimits limits = do_sm_limits();
     std::string list;
     int64_t total = 0;
@@ -208,9 +208,9 @@ Result<std::vector<PartitionRef>> CudaDevice::do_split(std::span<const int> sms)
   }
   std::vector<PartitionRef> made;
   Status status;
-  for (CudaSms::Part& part : *parts) {
+  for (CudaSms::Groups& groups : *taken) {
     // Made in every case, so that its end gives the SMs back.
-    auto partition = std::make_shared<CudaPartition>(*this, std::move(part));
+    auto partition = std::make_shared<CudaPartition>(*this, std::move(groups));
     if (status.ok()) status = partition->open();
     made.push_back(std::move(partition));
   }

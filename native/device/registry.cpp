@@ -6,6 +6,7 @@
 #include <mutex>
 #include <shared_mutex>
 
+#include "device/address_map.h"
 #include "device/record.h"
 #include "headrace/device.h"
 
@@ -13,19 +14,16 @@ namespace headrace {
 
 namespace {
 
-struct Range {
-  uintptr_t end;
-  Device* device;  // null: the allocation has ended
+struct Allocation {
+  Device* device;  // null: it has ended
   int32_t device_id;
   Backend backend;
 };
 
-using Ranges = std::map<uintptr_t, Range>;
-
 struct Registry {
   std::shared_mutex mutex;
-  Ranges live;
-  Ranges ended;
+  AddressMap<Allocation> live;
+  AddressMap<Allocation> ended;
   std::map<int32_t, std::string> names;
 };
 
@@ -35,83 +33,66 @@ Registry& registry() {
   return *r;
 }
 
-uintptr_t end_of(void* data, size_t nbytes) {
-  return reinterpret_cast<uintptr_t>(data) + (nbytes ? nbytes : 1);
-}
-
-const Ranges::value_type* find(const Ranges& ranges, const void* address) {
-  auto at = reinterpret_cast<uintptr_t>(address);
-  auto next = ranges.upper_bound(at);
-  if (next == ranges.begin()) return nullptr;
-  auto range = std::prev(next);
-  return at < range->second.end ? &*range : nullptr;
-}
+// An empty allocation has an address of its own, too.
+size_t extent(size_t nbytes) { return std::max<size_t>(nbytes, 1); }
 
 }  // namespace
 
 void remember_allocation(void* data, size_t nbytes, Device* device) {
   std::unique_lock lock(registry().mutex);
-  registry().live[reinterpret_cast<uintptr_t>(data)] = {end_of(data, nbytes), device, device->id(),
-                                                        device->backend()};
+  registry().live.insert(data, extent(nbytes), {device, device->id(), device->backend()});
 }
 
 std::optional<size_t> forget_allocation(void* data, Device* device) {
   std::unique_lock lock(registry().mutex);
-  auto range = registry().live.find(reinterpret_cast<uintptr_t>(data));
-  if (range == registry().live.end() || range->second.device != device) return std::nullopt;
-  size_t nbytes = range->second.end - range->first;
-  registry().live.erase(range);
+  const auto* range = registry().live.starting_at(data);
+  if (range == nullptr || range->value.device != device) return std::nullopt;
+  size_t nbytes = range->nbytes;
+  registry().live.erase(data);
   return nbytes;
 }
 
 void forget_device(Device* device) {
   std::unique_lock lock(registry().mutex);
-  std::erase_if(registry().live, [&](const auto& item) { return item.second.device == device; });
+  registry().live.erase_if([&](const auto& range) { return range.value.device == device; });
 }
 
 DeviceRef device_of(const void* address) {
   std::shared_lock lock(registry().mutex);
-  const auto* range = find(registry().live, address);
+  const auto* range = registry().live.holding(address);
   // A device whose last owner is going cannot be handed out any more.
-  return range ? range->second.device->weak_from_this().lock() : nullptr;
+  return range ? range->value.device->weak_from_this().lock() : nullptr;
 }
 
 std::optional<Owner> owner_of(const void* address) {
   std::shared_lock lock(registry().mutex);
-  const auto* range = find(registry().live, address);
+  const auto* range = registry().live.holding(address);
   bool ended = range == nullptr;
-  if (ended) range = find(registry().ended, address);
+  if (ended) range = registry().ended.holding(address);
   if (!range) return std::nullopt;
-  int32_t id = range->second.device_id;
+  int32_t id = range->value.device_id;
   auto name = registry().names.find(id);
-  return Owner{id,
-               range->second.backend,
-               name == registry().names.end() ? "" : name->second,
-               reinterpret_cast<void*>(range->first),
-               range->second.end - range->first,
-               ended};
+  return Owner{id,          range->value.backend, name == registry().names.end() ? "" : name->second,
+               range->base, range->nbytes,        ended};
 }
 
 void remember_ended(void* data, size_t nbytes, int32_t device_id) {
   std::unique_lock lock(registry().mutex);
-  registry().ended[reinterpret_cast<uintptr_t>(data)] = {end_of(data, nbytes), nullptr, device_id,
-                                                         Backend::kSim};
+  registry().ended.insert(data, extent(nbytes), {nullptr, device_id, Backend::kSim});
 }
 
 void forget_ended(void* data) {
-  auto at = reinterpret_cast<uintptr_t>(data);
-  uintptr_t end = at;
+  size_t nbytes = 0;
   {
     std::unique_lock lock(registry().mutex);
     // With its device ends also what was never freed.
-    for (const Ranges* ranges : {&registry().live, &registry().ended}) {
-      auto found = ranges->find(at);
-      if (found != ranges->end()) end = std::max(end, found->second.end);
+    for (const auto* ranges : {&registry().live, &registry().ended}) {
+      if (const auto* range = ranges->starting_at(data)) nbytes = std::max(nbytes, range->nbytes);
     }
-    registry().ended.erase(at);
+    registry().ended.erase(data);
   }
-  if (end == at || !record::recording()) return;
-  (void)record::add(nullptr, record::Kind::kGone, 0, 0, {{record::touch(data, end - at, true)}});
+  if (nbytes == 0 || !record::recording()) return;
+  (void)record::add(nullptr, record::Kind::kGone, 0, 0, {{record::touch(data, nbytes, true)}});
 }
 
 void remember_device_name(int32_t id, const std::string& name) {

@@ -22,7 +22,7 @@ Memory::Memory(std::string device, int32_t device_id, size_t limit_nbytes)
     : device_(std::move(device)), device_id_(device_id), limit_nbytes_(limit_nbytes) {}
 
 Memory::~Memory() {
-  for (auto& [base, block] : blocks_) forget_ended(block->data);
+  blocks_.each([](const auto& range) { forget_ended(range.base); });
 }
 
 Result<BlockRef> Memory::allocate(size_t nbytes) {
@@ -37,7 +37,7 @@ Result<BlockRef> Memory::allocate(size_t nbytes) {
                    std::to_string(nbytes), "free memory, or give the device more");
   std::memset(data, kPoison, nbytes);
   auto block = std::make_shared<Block>(data, nbytes);
-  blocks_[reinterpret_cast<uintptr_t>(data)] = block;
+  blocks_.insert(data, nbytes, block);
   ++counts_.allocations;
   counts_.current_nbytes += nbytes;
   counts_.peak_nbytes = std::max(counts_.peak_nbytes, counts_.current_nbytes);
@@ -45,10 +45,10 @@ Result<BlockRef> Memory::allocate(size_t nbytes) {
 }
 
 Result<BlockRef> Memory::begin_free(void* data) {
-  auto found = blocks_.find(reinterpret_cast<uintptr_t>(data));
-  if (found != blocks_.end() && !found->second->freed) return found->second;
+  const auto* range = blocks_.starting_at(data);
+  if (range != nullptr && !range->value->freed) return range->value;
   std::string got = hex(data);
-  if (found != blocks_.end()) {
+  if (range != nullptr) {
     got += ", which was freed before";
   } else if (const BlockRef* inside = find(data)) {
     got += ", inside the allocation at " + hex((*inside)->data);
@@ -79,18 +79,14 @@ void Memory::release(const BlockRef& block) {
     }
     kept_nbytes_ -= (*oldest)->nbytes;
     forget_ended((*oldest)->data);
-    blocks_.erase(reinterpret_cast<uintptr_t>((*oldest)->data));
+    blocks_.erase((*oldest)->data);
     oldest = kept_.erase(oldest);
   }
 }
 
 const BlockRef* Memory::find(const void* address) const {
-  auto at = reinterpret_cast<uintptr_t>(address);
-  auto next = blocks_.upper_bound(at);
-  if (next == blocks_.begin()) return nullptr;
-  auto found = std::prev(next);
-  size_t nbytes = std::max<size_t>(found->second->nbytes, 1);
-  return at < found->first + nbytes ? &found->second : nullptr;
+  const auto* range = blocks_.holding(address);
+  return range == nullptr ? nullptr : &range->value;
 }
 
 Status Memory::ended(const char* operation, const void* data, const std::string& device) const {
@@ -127,11 +123,11 @@ Result<BlockRef> Memory::check(const char* operation, const void* data, size_t n
                    hex(data) + ", memory of " + owner->device_name,
                    "work on one device with that device; go through host memory between two");
   }
-  auto next = blocks_.upper_bound(reinterpret_cast<uintptr_t>(data));
-  if (next != blocks_.end() && next->first - reinterpret_cast<uintptr_t>(data) < nbytes)
+  const auto* next = blocks_.behind(data);
+  if (next != nullptr && reinterpret_cast<uintptr_t>(next->base) - reinterpret_cast<uintptr_t>(data) < nbytes)
     return refusal(ErrorCode::kInput, device_, operation, "a range inside one allocation, or outside all",
                    std::to_string(nbytes) + " bytes at " + hex(data) + ", which run into the allocation at " +
-                       hex(next->second->data),
+                       hex(next->base),
                    "check the address and the size");
   return BlockRef();
 }

@@ -5,11 +5,11 @@
 
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "device/address_map.h"
 #include "device/sim_op.h"
 #include "headrace/device.h"
 
@@ -54,7 +54,7 @@ class Memory {
   int32_t device_id_;
   size_t limit_nbytes_;
   MemoryCounts counts_;
-  std::map<uintptr_t, BlockRef> blocks_;  // live, freed, and released but kept
+  AddressMap<BlockRef> blocks_;  // live, freed, and released but kept
   std::deque<BlockRef> kept_;
   size_t kept_nbytes_ = 0;
 };

@@ -71,9 +71,9 @@ bool countable(const AotiConstant& c) {
   return true;
 }
 
-Status wrong(const std::string& got) {
+Status wrong(const std::string& got, const char* advice = kDamaged) {
   return Status(ErrorCode::kProgram,
-                "expected a payload in the format " + std::string(kMagic) + ", got " + got);
+                "expected a payload in the format " + std::string(kMagic) + ", got " + got + "; " + advice);
 }
 
 }  // namespace
@@ -114,7 +114,8 @@ Result<AotiPayload> read_aoti_payload(std::string_view bytes, std::string_view m
   if (!bytes.starts_with(kMagic)) {
     if (bytes.starts_with(kFamily)) {
       return wrong("one in the format " + quoted(bytes.substr(0, kMagic.size())) +
-                   ", of another version of ExecuTorch; export it with executorch 1.5.1");
+                       ", of another version of ExecuTorch",
+                   "export it with executorch 1.5.1");
     }
     return read_keys(bytes, method);
   }
@@ -164,7 +165,7 @@ std::string check_aoti_payload(std::string_view bytes, std::string_view method, 
     auto found = want(c.key);
     if (found && found->size() != c.nbytes) {
       return "expected " + std::to_string(c.nbytes) + " bytes under the key " + quoted(c.key) + ", got " +
-             std::to_string(found->size());
+             std::to_string(found->size()) + "; " + kDamaged;
     }
   }
   if (missing.empty()) return {};

@@ -43,7 +43,8 @@ Status resize_output(const Tensor& tensor, size_t output, std::span<const int64_
   for (int64_t size : sizes) got += (got.empty() ? "[" : ", ") + std::to_string(size);
   return Status(ErrorCode::kDelegate,
                 "output " + std::to_string(output) + ": expected a shape within the plan's bounds, got " +
-                    (got.empty() ? "[" : got) + "], which the engine refuses: " + et::to_string(error));
+                    (got.empty() ? "[" : got) + "], which the engine refuses (" + et::to_string(error) +
+                    "); export it with larger bounds, or let the delegate give that shape");
 }
 
 Status island_failure(const std::string& method, int instruction, const std::string& delegate, Status why) {

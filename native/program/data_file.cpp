@@ -14,9 +14,11 @@ class DataFileReader : FileReader {
   std::vector<DataEntry> read() {
     if (!has_magic(4, "FT01") || !has_magic(8, "FH01")) {
       fail("expected an ExecuTorch data file ('FT01' at byte 4, 'FH01' at byte 8), got " + magic_text(4) +
-           " and " + magic_text(8));
+               " and " + magic_text(8),
+           "give the .ptd file that was exported with the program");
     }
-    if (file_.size < 48) fail(format("expected a header of 40 bytes, got a file of %zu", file_.size));
+    if (file_.size < 48)
+      fail(format("expected a header of 40 bytes, got a file of %zu", file_.size), kCutOff);
     if (auto length = raw<uint32_t>(12); length != 40)
       fail(format("expected a header of 40 bytes, got %u", length));
     Header h{raw<uint64_t>(16), raw<uint64_t>(24), raw<uint64_t>(32), raw<uint64_t>(40)};
@@ -27,7 +29,7 @@ class DataFileReader : FileReader {
     fb::Table root(&buffer_, buffer_.follow(0));
     check_buffer(buffer_);
     if (auto version = root.scalar<uint32_t>(0); version != 0) {
-      fail(format("expected version 0, got %u; export it with ExecuTorch 1.5", version));
+      fail(format("expected version 0, got %u", version), "export it with ExecuTorch 1.5");
     }
     auto segments = read_segments(buffer_, root.vector(1), h);
     fb::Vector list = root.vector(2);
@@ -63,8 +65,8 @@ class DataFileReader : FileReader {
           read_shape(layout.vector(1, 4), layout.vector(2, 1), out.dtype, out.sizes, out.dim_order);
       check_buffer(buffer_);
       if (nbytes > out.bytes.size()) {
-        fail(format("expected %" PRIu64 " bytes for its shape, got a segment of %zu; the file is damaged",
-                    nbytes, out.bytes.size()));
+        fail(format("expected %" PRIu64 " bytes for its shape, got a segment of %zu", nbytes,
+                    out.bytes.size()));
       }
       check_aligned(out.bytes.data(), out.dtype, "data");
     }

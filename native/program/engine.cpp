@@ -97,8 +97,8 @@ int num_threads() {
 
 Status set_num_threads(int count) {
   if (count < 1 || count > 1024) {
-    return Status(ErrorCode::kOption,
-                  "num_threads: expected a count between 1 and 1024, got " + std::to_string(count));
+    return Status(ErrorCode::kOption, "num_threads: expected a count between 1 and 1024, got " +
+                                          std::to_string(count) + "; pass as many as there are cores");
   }
   std::lock_guard lock(threads_mutex);
   if (live_programs != 0) {
@@ -108,8 +108,8 @@ Status set_num_threads(int count) {
   }
   pool::ThreadPool* threads = pool::get_threadpool();
   if (threads == nullptr || !threads->_unsafe_reset_threadpool(static_cast<uint32_t>(count))) {
-    return Status(ErrorCode::kOption,
-                  "num_threads: the engine cannot make " + std::to_string(count) + " threads");
+    return Status(ErrorCode::kOption, "num_threads: expected " + std::to_string(count) +
+                                          " threads, got none from the engine; ask for fewer");
   }
   return {};
 }
@@ -147,7 +147,7 @@ Status check_delegate(const std::string& id, const std::string& where) {
   Status status(ErrorCode::kDelegateUnavailable,
                 where + ": expected the delegate '" + id + "', got " +
                     (backend ? "one that is not available on this machine" : "these: " + have) +
-                    (backend ? ""
+                    (backend ? "; run the program where what it needs is installed"
                              : "; load the library, or import the module (headrace run --import), that "
                                "provides it before the program"));
   status.delegate = id;

@@ -15,6 +15,8 @@
 
 namespace headrace {
 
+constexpr const char* kCutOff = "the file is truncated or damaged, copy it or export it again";
+
 // Leaves read_program() or read_data_file() early; never crosses them (guarded(), below).
 struct Malformed {
   ErrorCode code;
@@ -31,20 +33,19 @@ class FileReader {
  protected:
   explicit FileReader(const FileView& file) : file_(file) {}
 
-  [[noreturn]] void fail(const std::string& what) const {
-    throw Malformed{ErrorCode::kProgram, file_.name + where_ + ": " + what};
+  // `what`: what was expected and what came; `advice`: what to do.
+  [[noreturn]] void fail(const std::string& what, const char* advice = kDamaged) const {
+    throw Malformed{ErrorCode::kProgram, file_.name + where_ + ": " + what + "; " + advice};
   }
   // Elements that the file may still make us read: a sound file holds each of them once.
   void spend(uint64_t elements) {
     if (elements > budget_) {
-      fail(
-          "expected vectors that do not share their bytes, got more elements than the file has bytes; "
-          "the file is damaged, export it again");
+      fail("expected vectors that do not share their bytes, got more elements than the file has bytes");
     }
     budget_ -= elements;
   }
   void check_buffer(const fb::Buffer& buffer) const {
-    if (buffer.malformed()) fail("expected offsets inside the file, got one that leaves it; export it again");
+    if (buffer.malformed()) fail("expected offsets inside the file, got one that leaves it");
   }
   template <class T>
   T raw(uint64_t at) const {
@@ -65,13 +66,15 @@ class FileReader {
     };
     if (!inside(h.tables_offset, h.tables_size) || h.tables_size < 8) {
       fail(format("expected the file's tables at %" PRIu64 " with %" PRIu64
-                  " bytes inside it, got a file of %zu bytes; it is truncated or damaged",
-                  h.tables_offset, h.tables_size, file_.size));
+                  " bytes inside it, got a file of %zu bytes",
+                  h.tables_offset, h.tables_size, file_.size),
+           kCutOff);
     }
     if (!inside(h.segments_offset, h.segments_size)) {
       fail(format("expected segments at %" PRIu64 " with %" PRIu64
-                  " bytes inside the file, got a file of %zu bytes; it is truncated",
-                  h.segments_offset, h.segments_size, file_.size));
+                  " bytes inside the file, got a file of %zu bytes",
+                  h.segments_offset, h.segments_size, file_.size),
+           kCutOff);
     }
   }
   // The segments listed in `list` (offset u64, size u64), as views.
@@ -86,8 +89,9 @@ class FileReader {
       uint64_t room = file_.size - h.segments_offset;
       if (offset > room || size > room - offset) {
         fail(format("segment %zu: expected offset %" PRIu64 " and size %" PRIu64
-                    " inside the file, got a file of %zu bytes; it is truncated or damaged",
-                    i, offset, size, file_.size));
+                    " inside the file, got a file of %zu bytes",
+                    i, offset, size, file_.size),
+             kCutOff);
       }
       out.emplace_back(reinterpret_cast<const char*>(file_.data) + h.segments_offset + offset, size);
     }
@@ -106,16 +110,16 @@ class FileReader {
   // Kernels read whole elements, and may use instructions that need them aligned.
   void check_aligned(const void* data, DType dtype, const char* what) const {
     if (reinterpret_cast<uintptr_t>(data) % itemsize(dtype) != 0) {
-      fail(format("%s: expected it at a multiple of %zu bytes, got it between", what, itemsize(dtype)));
+      fail(format("%s: expected it at a multiple of %zu bytes, got it between two", what, itemsize(dtype)));
     }
   }
   DType read_dtype(int8_t code) const {
     auto dtype = static_cast<DType>(code);
     if (itemsize(dtype) == 0) {
-      fail(
-          format("dtype: expected a plain integer, float or bool type, got ScalarType %d, which headrace "
-                 "does not carry; cast it in the model",
-                 code));
+      fail(format("dtype: expected a plain integer, float or bool type, got ScalarType %d, which headrace "
+                  "does not carry",
+                  code),
+           "cast it in the model");
     }
     return dtype;
   }
@@ -123,11 +127,12 @@ class FileReader {
   uint64_t read_shape(const fb::Vector& sizes, const fb::Vector& order, DType dtype,
                       std::vector<int32_t>& sizes_out, std::vector<uint8_t>& order_out) {
     if (sizes.size() > kMaxDims) {
-      fail(format("shape: expected at most %zu dimensions, got %zu", kMaxDims, sizes.size()));
+      fail(format("shape: expected at most %zu dimensions, got %zu", kMaxDims, sizes.size()),
+           "reshape it in the model");
     }
     if (order.size() != sizes.size()) {
-      fail(format("dim_order: expected %zu entries, one for each dimension, got %zu; export it again",
-                  sizes.size(), order.size()));
+      fail(format("dim_order: expected %zu entries, one for each dimension, got %zu", sizes.size(),
+                  order.size()));
     }
     spend(sizes.size() + order.size());
     // The engine multiplies bounds into a signed size before it multiplies by the width of an element.
@@ -169,8 +174,11 @@ Result<T> guarded(const FileView& file, F&& read) {
   } catch (Malformed& e) {
     return Status(e.code, std::move(e.message));
   } catch (const std::bad_alloc&) {
-    return Status(ErrorCode::kProgram,
-                  file.name + ": expected a program that fits into memory, got one that does not");
+    return Status(
+        ErrorCode::kProgram,
+        file.name +
+            ": expected a file whose structure fits into host memory, got one that does not; free memory, "
+            "or load it on a machine with more");
   }
 }
 

@@ -10,8 +10,9 @@
 namespace headrace {
 
 struct FlowError {
-  size_t chain = 0, instruction = 0;
-  std::string text;  // expected, got
+  size_t chain = 0, instruction = 0;  // SIZE_MAX: of the method as a whole
+  std::string text;                   // expected, got
+  std::string advice;                 // what to do; empty: the file is damaged
 };
 
 // Checks every instruction of `method`, whose indices are all in range (read_program() saw to it), and notes

@@ -49,7 +49,7 @@ Status GraphMemory::to_device(void* to, const void* from, size_t nbytes, StreamH
   }
   return Status(ErrorCode::kCapture, method +
                                          ": expected copies of inputs to the device alone, got one of other "
-                                         "host memory, which a replay would not read again");
+                                         "host memory, which a replay would not read again; call the method");
 }
 
 Status GraphMemory::to_host(void* to, const void* from, size_t nbytes, StreamHandle stream) {
@@ -64,7 +64,7 @@ Status GraphMemory::to_host(void* to, const void* from, size_t nbytes, StreamHan
   if (found) return {};
   return Status(ErrorCode::kCapture, method +
                                          ": expected copies of outputs to the host alone, got one that the "
-                                         "host would read once, at capture");
+                                         "host would read once, at capture; call the method");
 }
 
 size_t GraphMemory::nbytes() const {
@@ -203,7 +203,9 @@ Status GraphSet::run_in_turn(Instance& instance, std::span<const Value> inputs, 
                              const Replay& how, bool must_capture, std::vector<Value>& outputs) {
   const std::string& name = pool_->name();
   if (closed_) {
-    Status status(ErrorCode::kCapture, name + ", replay: expected an open graph, got one that was closed");
+    Status status(
+        ErrorCode::kCapture,
+        name + ", replay: expected an open graph, got one that was closed; capture the method again");
     status.step = "closed";
     return status;
   }

@@ -125,13 +125,13 @@ struct Guard {
 constexpr const char* kQuotient = "integers that can be divided, got a division by zero or out of range";
 
 constexpr Guard kGuards[] = {
-    {"aten::_fft_c2r.out", is_complex_input, "an input of complex numbers"},
+    {"aten::_fft_c2r.out", is_complex_input, "an input of complex numbers, got one of real ones"},
     {"executorch_prim::floordiv.Scalar", can_divide, kQuotient},
     {"executorch_prim::floordiv.int", can_divide, kQuotient},
     {"executorch_prim::mod.Scalar", can_divide, kQuotient},
     {"executorch_prim::mod.int", can_divide, kQuotient},
     {"aten::nonzero.out", any, "", put_indices_in_order},
-    {"aten::div.out", can_divide_truly, "an output of floats"},
+    {"aten::div.out", can_divide_truly, "an output of floats, got one of ints"},
     {"aten::div.out_mode", can_divide_tensors, kQuotient},
     {"aten::div.Scalar_mode_out", can_divide_tensors, kQuotient},
     {"aten::floor_divide.out", can_divide_tensors, kQuotient},

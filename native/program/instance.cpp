@@ -200,7 +200,7 @@ Status Instance::load_method() {
     if (map.set_options(delegate.c_str(), {list.data(), list.size()}) != et::Error::Ok) {
       return Status(ErrorCode::kOption,
                     "options: expected at most 8 delegates with names of at most 63 bytes, got '" + delegate +
-                        "' beyond that");
+                        "' beyond that; load it with options for fewer");
     }
   }
   LogScope log(LogScope::kThrow);
@@ -232,7 +232,8 @@ Status Instance::load_method() {
   if (missing.empty()) return status;
   std::string keys;
   for (const std::string& key : missing) keys += (keys.empty() ? "'" : ", '") + key + "'";
-  Status named(ErrorCode::kProgram, status.message() + "; the data files lack the keys " + keys);
+  Status named(ErrorCode::kProgram, status.message() + "; the data files lack the keys " + keys +
+                                        ": pass the .ptd files that were exported with it as data=");
   named.log = status.log;
   return named;
 }

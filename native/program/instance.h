@@ -77,7 +77,7 @@ class Instance {
              std::vector<Value>& outputs, CallStats& stats);
   const std::vector<BufferPlan>& buffers() const { return plan_.buffers; }
 
-  // ---- graphs (instance_graph.cpp)
+  // ---- graphs (instance_capture.cpp, instance_graph.cpp)
   // Why the method cannot be captured; asks the plan and every delegate, and does nothing else (GR7).
   Status check_capturable();
   // What a graph captured now would bake in of this instance, beside shapes and partition.
@@ -124,13 +124,19 @@ class Instance {
   Status bind_tensor(size_t i, const Value& value, Call& call);
   Status stage_in(size_t i, const TensorView& view, Call& call, void*& data);
   Status stage_out(size_t i, const Value& value, Call& call, void*& data);
+  // Makes room in the input's scratch memory, whose bytes are lost. `purpose`: for the message.
+  Status reserve_scratch(size_t i, size_t nbytes, const char* purpose);
   Status dense_on_host(size_t i, const TensorView& view, Call& call, void*& data);
+  // Whether `out` lies where the output does.
+  Status check_out_device(size_t i, const Value& given) const;
+  // Memory of the caller's or a block for an output that the plan leaves without.
+  Status bind_output_memory(size_t i, void* data);
   Status bind_output(size_t i, const Value* given, Call& call, Value& out);
   Status collect_output(size_t i, const Value* given, Call& call, Value& out);
   Status execute(const Settled& settled);
   // What surrounds a run of the engine: the thread's bindings to device and stream (instance_scope.h).
   class Scope;
-  class Capturing;  // the steps of one capture (instance_graph.cpp)
+  class Capturing;  // the steps of one capture (instance_capture.cpp, instance_graph.cpp)
   // One walk over a graph's memory: `stage` says what for.
   Status walk(GraphMemory& memory, const Settled& settled, CaptureStage stage, WalkNotes& notes);
   Status note_outputs(GraphMemory& memory, const Settled& settled);

@@ -13,6 +13,17 @@ namespace et = executorch::runtime;
 using executorch::aten::ScalarType;
 using executorch::aten::Tensor;
 
+Status Instance::reserve_scratch(size_t i, size_t nbytes, const char* purpose) {
+  TensorSlot& slot = *slots_[i];
+  if (slot.scratch_capacity >= nbytes) return {};
+  slot.scratch.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (nbytes + 63) / 64 * 64)));
+  slot.scratch_capacity = slot.scratch ? nbytes : 0;
+  if (slot.scratch) return {};
+  return Status(ErrorCode::kOutOfDeviceMemory, plan_.name + ", input " + std::to_string(i) + ": expected " +
+                                                   std::to_string(nbytes) + " bytes of host memory to " +
+                                                   purpose + ", got none; free memory");
+}
+
 // Host memory in the program's layout: the caller's own where it fits, else a copy.
 Status Instance::dense_on_host(size_t i, const TensorView& view, Call& call, void*& data) {
   TensorSlot& slot = *slots_[i];
@@ -23,19 +34,12 @@ Status Instance::dense_on_host(size_t i, const TensorView& view, Call& call, voi
                              std::any_of(call.out.begin(), call.out.end(), [&](const Value& given) {
                                return given.kind == Value::Kind::kTensor && overlaps(given.tensor, view);
                              }));
-  if (!exposed && is_dense(view, slot.strides.data()) &&
+  if (!exposed && is_dense(view, slot.dim_order.data()) &&
       reinterpret_cast<uintptr_t>(data) % itemsize(view.dtype) == 0) {
     return {};
   }
   size_t nbytes = view.nbytes();
-  if (slot.scratch_capacity < nbytes) {
-    slot.scratch.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (nbytes + 63) / 64 * 64)));
-    slot.scratch_capacity = slot.scratch ? nbytes : 0;
-    if (!slot.scratch)
-      return Status(ErrorCode::kOutOfDeviceMemory,
-                    plan_.name + ", input " + std::to_string(i) + ": expected " + std::to_string(nbytes) +
-                        " bytes of host memory to rewrite its layout in, got none; free memory");
-  }
+  if (Status status = reserve_scratch(i, nbytes, "rewrite its layout in"); !status.ok()) return status;
   repack(view, slot.dim_order.data(), slot.scratch.get());
   data = slot.scratch.get();
   call.stats.repacked_bytes += static_cast<int64_t>(nbytes);
@@ -57,17 +61,9 @@ Status Instance::stage_in(size_t i, const TensorView& view, Call& call, void*& d
 
 // From the device to host memory that the engine reads next.
 Status Instance::stage_out(size_t i, const Value& value, Call& call, void*& data) {
-  TensorSlot& slot = *slots_[i];
   size_t nbytes = value.tensor.nbytes();
-  if (slot.scratch_capacity < nbytes) {
-    slot.scratch.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (nbytes + 63) / 64 * 64)));
-    slot.scratch_capacity = slot.scratch ? nbytes : 0;
-    if (!slot.scratch)
-      return Status(ErrorCode::kOutOfDeviceMemory,
-                    plan_.name + ", input " + std::to_string(i) + ": expected " + std::to_string(nbytes) +
-                        " bytes of host memory to copy it to, got none; free memory");
-  }
-  data = slot.scratch.get();
+  if (Status status = reserve_scratch(i, nbytes, "copy it to"); !status.ok()) return status;
+  data = slots_[i]->scratch.get();
   if (nbytes == 0) return {};
   if (Status status = value.device->copy(data, value.tensor.data, nbytes, call.settled.stream); !status.ok())
     return status;
@@ -91,14 +87,11 @@ Status Instance::check_source(size_t i, const Value& value) const {
     status.device = value.device->name();
     return status;
   }
-  std::array<int32_t, kMaxDims> sizes{}, strides{};
-  for (size_t d = 0; d < static_cast<size_t>(value.tensor.ndim); ++d)
-    sizes[d] = static_cast<int32_t>(value.tensor.sizes[d]);
-  dense_strides(value.tensor.ndim, sizes.data(), plan.dim_order.data(), strides.data());
-  if (is_dense(value.tensor, strides.data())) return {};
+  if (is_dense(value.tensor, plan.dim_order.data())) return {};
   return Status(ErrorCode::kInput, where + describe(describe_value(plan_, plan_.inputs[i])) + ", got " +
                                        describe(value) +
-                                       "; device memory must be dense, in the program's layout");
+                                       "; device memory must be dense, in the program's layout: copy it to "
+                                       "such memory first");
 }
 
 Status Instance::bind_tensor(size_t i, const Value& value, Call& call) {
@@ -174,22 +167,40 @@ Status Instance::bind_input(size_t i, const Value& value, Call& call) {
   }
   return Status(ErrorCode::kInput, plan_.name + ", input " + std::to_string(i) + ": expected " +
                                        describe(describe_value(plan_, plan_.inputs[i])) + ", got " +
-                                       describe(value) + "; the engine refuses it: " + et::to_string(error));
+                                       describe(value) + ", which the engine refuses (" +
+                                       et::to_string(error) + "); pass an input as it was exported with");
+}
+
+Status Instance::check_out_device(size_t i, const Value& given) const {
+  bool there = apart(*plan_.tensor_of(plan_.outputs[i]));
+  bool on_device = given.device != nullptr && given.device->backend() != Backend::kCpu;
+  if (there == on_device && (!there || given.device == device_)) return {};
+  std::string where = there ? device_->name() : "the host";
+  std::string text = plan_.name + ", out " + std::to_string(i) + ": expected memory of " + where + ", got ";
+  if (there != on_device)
+    return Status(ErrorCode::kInput, text + describe(given) + "; pass memory of " + where);
+  Status status(ErrorCode::kDevice, text + "memory of " + device_name_of(given.device->id(), where) +
+                                        "; pass memory of " + where);
+  status.device = where;
+  return status;
+}
+
+Status Instance::bind_output_memory(size_t i, void* data) {
+  size_t nbytes = plan_.tensor_of(plan_.outputs[i])->nbytes;
+  et::Error error = method_->set_output_data_ptr(data, nbytes, i);
+  if (error == et::Error::Ok) return {};
+  return Status(ErrorCode::kProgram, plan_.name + ", output " + std::to_string(i) +
+                                         ": expected the engine to take " + std::to_string(nbytes) +
+                                         " bytes of memory for it, got " + et::to_string(error) +
+                                         "; export it again");
 }
 
 Status Instance::bind_output(size_t i, const Value* given, Call& call, Value& out) {
   const TensorPlan* plan = plan_.tensor_of(plan_.outputs[i]);
   if (plan == nullptr) return {};
   bool there = apart(*plan);
-  if (given != nullptr && there != (given->device != nullptr && given->device->backend() != Backend::kCpu)) {
-    return Status(ErrorCode::kInput, plan_.name + ", out " + std::to_string(i) + ": expected memory of " +
-                                         (there ? device_->name() : std::string("the host")) + ", got " +
-                                         describe(*given));
-  }
-  if (given != nullptr && there && given->device != device_) {
-    return Status(ErrorCode::kDevice, plan_.name + ", out " + std::to_string(i) + ": expected memory of " +
-                                          device_->name() + ", got memory of " +
-                                          device_name_of(given->device->id(), device_->name()));
+  if (given != nullptr) {
+    if (Status status = check_out_device(i, *given); !status.ok()) return status;
   }
   if (given != nullptr && given->block) {
     if (Status status =
@@ -214,9 +225,7 @@ Status Instance::bind_output(size_t i, const Value* given, Call& call, Value& ou
         return in.device == device_ && in.kind == Value::Kind::kTensor && overlaps(in.tensor, given->tensor);
       });
   if (given != nullptr && plan->dynamism == Dynamism::kStatic && !over_input) {
-    std::array<int32_t, kMaxDims> strides;
-    dense_strides(given->tensor.ndim, plan->sizes.data(), plan->dim_order.data(), strides.data());
-    if (is_dense(given->tensor, strides.data()) &&
+    if (is_dense(given->tensor, plan->dim_order.data()) &&
         reinterpret_cast<uintptr_t>(given->tensor.data) % itemsize(plan->dtype) == 0) {
       data = given->tensor.data;
     }
@@ -231,10 +240,7 @@ Status Instance::bind_output(size_t i, const Value* given, Call& call, Value& ou
   }
   if (!there && output_is_final_[i]) call.context.host_outputs.push_back(data);
   out.tensor.data = data;
-  et::Error error = method_->set_output_data_ptr(data, plan->nbytes, i);
-  if (error == et::Error::Ok) return {};
-  return Status(ErrorCode::kProgram, plan_.name + ", output " + std::to_string(i) +
-                                         ": the engine refuses memory for it: " + et::to_string(error));
+  return bind_output_memory(i, data);
 }
 
 const void* Instance::describe_output(size_t i, Value& out) const {
@@ -252,16 +258,8 @@ const void* Instance::describe_output(size_t i, Value& out) const {
   out.kind = Value::Kind::kTensor;
   view.dtype = static_cast<DType>(tensor.scalar_type());
   view.ndim = static_cast<int>(tensor.dim());
-  std::array<int32_t, kMaxDims> sizes, strides;
-  std::array<uint8_t, kMaxDims> dim_order;
-  std::copy(tensor.sizes().begin(), tensor.sizes().end(), sizes.begin());
-  std::copy(tensor.dim_order().begin(), tensor.dim_order().end(), dim_order.begin());
-  dense_strides(view.ndim, sizes.data(), dim_order.data(), strides.data());
-  auto width = static_cast<int64_t>(itemsize(view.dtype));
-  for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d) {
-    view.sizes[d] = sizes[d];
-    view.strides_bytes[d] = strides[d] * width;
-  }
+  std::copy(tensor.sizes().begin(), tensor.sizes().end(), view.sizes.begin());
+  set_dense_strides(view, tensor.dim_order().data());
   return tensor.const_data_ptr();
 }
 
@@ -273,9 +271,6 @@ Status Instance::collect_output(size_t i, const Value* given, Call& call, Value&
   if (there) out.device = device_;
   TensorView& view = out.tensor;
   size_t nbytes = view.nbytes();
-  std::array<int32_t, kMaxDims> strides{};  // in elements, for is_dense()
-  for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d)
-    strides[d] = static_cast<int32_t>(view.strides_bytes[d] / static_cast<int64_t>(itemsize(view.dtype)));
   auto taken = [&, nbytes](const void* to, size_t written) {
     if (there) return;
     record::host("output", {record::touch(source, nbytes, false, plan_.outputs[i]),
@@ -283,13 +278,14 @@ Status Instance::collect_output(size_t i, const Value* given, Call& call, Value&
   };
   if (source == nullptr && nbytes != 0) {
     return Status(ErrorCode::kDelegate,
-                  plan_.name + ", output " + std::to_string(i) + ": the engine left it without memory");
+                  plan_.name + ", output " + std::to_string(i) +
+                      ": expected memory for it, got none from the engine; export it again");
   }
   if (given != nullptr) {
     const TensorView& to = given->tensor;
     bool same = to.ndim == view.ndim &&
                 std::equal(view.sizes.begin(), view.sizes.begin() + view.ndim, to.sizes.begin());
-    if (!same || (there && !is_dense(to, strides.data()))) {
+    if (!same || (there && !same_strides(to, view))) {
       return Status(ErrorCode::kInput, plan_.name + ", out " + std::to_string(i) + ": expected " +
                                            (there ? std::string("dense ") : "") + headrace::describe(view) +
                                            ", got " + headrace::describe(to) +

@@ -5,14 +5,6 @@
 
 namespace headrace {
 
-void dense_strides(int ndim, const int32_t* sizes, const uint8_t* dim_order, int32_t* strides) {
-  int64_t stride = 1;
-  for (int i = ndim - 1; i >= 0; --i) {
-    strides[dim_order[i]] = static_cast<int32_t>(stride);
-    stride *= sizes[dim_order[i]];
-  }
-}
-
 bool is_dense(const TensorView& view, const int32_t* strides) {
   auto width = static_cast<int64_t>(itemsize(view.dtype));
   bool fits = true;
@@ -68,15 +60,11 @@ void copy_strided(const uint8_t* from, uint8_t* to, const TensorView& shape, con
 }  // namespace
 
 void repack(const TensorView& view, const uint8_t* dim_order, void* to) {
-  std::array<int64_t, kMaxDims> steps{};
-  auto step = static_cast<int64_t>(itemsize(view.dtype));
-  for (int i = view.ndim - 1; i >= 0; --i) {
-    steps[dim_order[i]] = step;
-    step *= view.sizes[dim_order[i]];
-  }
-  if (step == 0) return;
+  if (view.numel() == 0) return;
+  TensorView dense = view;
+  set_dense_strides(dense, dim_order);
   copy_strided(static_cast<const uint8_t*>(view.data), static_cast<uint8_t*>(to), view,
-               view.strides_bytes.data(), steps.data(), dim_order, 0, itemsize(view.dtype));
+               view.strides_bytes.data(), dense.strides_bytes.data(), dim_order, 0, itemsize(view.dtype));
 }
 
 void unpack(const void* from, const TensorView& dense, const TensorView& to) {

@@ -1,4 +1,4 @@
-// Strides: from a dimension order to strides, and copies between any layout and a dense one.
+// Memory of views: what two of them share, and copies between any layout and a dense one.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,6 @@
 #include "headrace/tensor.h"
 
 namespace headrace {
-
-// Strides, in elements, of a dense tensor whose dimensions lie in `dim_order` (outermost first).
-void dense_strides(int ndim, const int32_t* sizes, const uint8_t* dim_order, int32_t* strides);
 
 // Whether `view` lies in memory exactly as `strides` (in elements) says. Dimensions of size 1 and empty
 // tensors fit any strides.

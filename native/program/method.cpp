@@ -93,7 +93,8 @@ Result<MethodPool::Turn> MethodPool::acquire(std::optional<size_t> which) {
     changed_.wait(lock);
   }
   if (closed_)
-    return Status(ErrorCode::kProgram, name_ + ": expected an open program, got one that was closed");
+    return Status(ErrorCode::kProgram,
+                  name_ + ": expected an open program, got one that was closed; load it again");
   auto taken = free();
   size_t instance = *taken;
   idle_.erase(taken);
@@ -137,7 +138,8 @@ void CountScope::end() {
 Status MethodPool::check_inputs(std::span<const Value> inputs) const {
   if (inputs.size() != inputs_.size()) {
     return Status(ErrorCode::kInput, name_ + ": expected " + std::to_string(inputs_.size()) +
-                                         " inputs, got " + std::to_string(inputs.size()));
+                                         " inputs, got " + std::to_string(inputs.size()) +
+                                         "; pass one value for each input");
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     const ValueInfo& want = inputs_[i];
@@ -150,20 +152,25 @@ Status MethodPool::check_inputs(std::span<const Value> inputs) const {
     if (got.kind == Value::Kind::kTensor) {
       if (std::string problem = problem_of(got.tensor); !problem.empty())
         return Status(ErrorCode::kInput, name_ + ", input " + std::to_string(i) + ": expected " +
-                                             describe(want) + ", got a tensor with " + problem);
+                                             describe(want) + ", got a tensor with " + problem +
+                                             "; correct it before calling");
     }
-    if (want.kind != got.kind) return wrong("");
+    if (want.kind != got.kind) return wrong("; pass a value of that kind");
     if (std::string only = number(want), given = number(got); only != given) {
-      return wrong(" " + given + "; the program was exported for " + only + " and accepts no other");
+      return wrong(" " + given + "; the program was exported for " + only +
+                   " and accepts no other: pass that, or export it again");
     }
     if (want.kind != Value::Kind::kTensor) continue;
     const TensorView& view = got.tensor;
     if (view.dtype != want.dtype) return wrong("; convert the dtype before calling");
-    if (static_cast<size_t>(view.ndim) != want.shape.size()) return wrong("; the rank differs");
+    if (static_cast<size_t>(view.ndim) != want.shape.size())
+      return wrong("; the rank differs: reshape it before calling");
     for (size_t d = 0; d < want.shape.size(); ++d) {
       if (want.dynamic ? view.sizes[d] > want.shape[d] : view.sizes[d] != want.shape[d]) {
         return wrong("; dimension " + std::to_string(d) + " must be " + (want.dynamic ? "at most " : "") +
-                     std::to_string(want.shape[d]) + " and is " + std::to_string(view.sizes[d]));
+                     std::to_string(want.shape[d]) + " and is " + std::to_string(view.sizes[d]) +
+                     (want.dynamic ? ": pass less, or export it with larger bounds"
+                                   : ": pass that size, or export it with dynamic shapes"));
       }
     }
   }
@@ -174,7 +181,8 @@ Status MethodPool::check_out(std::span<const Value> out) const {
   if (out.empty()) return {};
   if (out.size() != outputs_.size()) {
     return Status(ErrorCode::kInput, name_ + ", out: expected " + std::to_string(outputs_.size()) +
-                                         " arrays, got " + std::to_string(out.size()));
+                                         " arrays, got " + std::to_string(out.size()) +
+                                         "; pass an array or None for each output");
   }
   for (size_t i = 0; i < out.size(); ++i) {
     if (out[i].kind == Value::Kind::kNone) continue;
@@ -183,7 +191,8 @@ Status MethodPool::check_out(std::span<const Value> out) const {
     if (out[i].kind == Value::Kind::kTensor) {
       if (std::string problem = problem_of(view); !problem.empty())
         return Status(ErrorCode::kInput, name_ + ", out " + std::to_string(i) + ": expected " +
-                                             describe(want) + ", got a tensor with " + problem);
+                                             describe(want) + ", got a tensor with " + problem +
+                                             "; correct it before calling");
     }
     bool fits = want.kind == Value::Kind::kTensor && out[i].kind == Value::Kind::kTensor &&
                 view.dtype == want.dtype && static_cast<size_t>(view.ndim) == want.shape.size();
@@ -192,7 +201,8 @@ Status MethodPool::check_out(std::span<const Value> out) const {
     }
     if (!fits) {
       return Status(ErrorCode::kInput, name_ + ", out " + std::to_string(i) + ": expected " + describe(want) +
-                                           ", got " + describe(out[i]));
+                                           ", got " + describe(out[i]) +
+                                           "; pass memory of that dtype and shape, or None");
     }
   }
   return {};
@@ -276,7 +286,8 @@ Result<std::shared_ptr<GraphSet>> MethodPool::capture(std::span<const Value> inp
                                                       std::vector<Value>& outputs) {
   if (options.keep < 1 || options.keep > 1024)
     return Status(ErrorCode::kOption, name_ + ", capture, keep: expected a count between 1 and 1024, got " +
-                                          std::to_string(options.keep));
+                                          std::to_string(options.keep) +
+                                          "; pass as many as there are shapes in use");
   size_t instance = 0;
   {
     std::lock_guard lock(mutex_);
@@ -325,12 +336,13 @@ Status MethodPool::check_close() const {
     return Status(ErrorCode::kDevice,
                   name_ +
                       ": expected close() from outside a host function, where devices can be "
-                      "waited for, got it from inside one");
+                      "waited for, got it from inside one; close it on another thread");
   }
   std::lock_guard lock(mutex_);
   if (std::find(busy_.begin(), busy_.end(), std::this_thread::get_id()) == busy_.end()) return {};
-  return Status(ErrorCode::kInput,
-                name_ + ": expected close() from outside, got it from inside a running call");
+  return Status(ErrorCode::kInput, name_ +
+                                       ": expected close() from outside, got it from inside a running call; "
+                                       "close it when the call has returned");
 }
 
 Status MethodPool::close() {

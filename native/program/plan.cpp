@@ -50,7 +50,7 @@ class ProgramReader : FileReader {
     fb::Table program(&buffer_, buffer_.follow(0));
     check_buffer(buffer_);
     if (auto version = program.scalar<uint32_t>(0); version != 0) {
-      fail(format("expected schema version 0, got %u; export it with ExecuTorch 1.5", version));
+      fail(format("expected schema version 0, got %u", version), "export it with ExecuTorch 1.5");
     }
     segments_ = read_segments(buffer_, program.vector(4), h);
     constants_ = program.vector(2);
@@ -62,13 +62,13 @@ class ProgramReader : FileReader {
     read_named_data(program.vector(7), out);
     fb::Vector plans = program.vector(1);
     check_buffer(buffer_);
-    if (plans.size() == 0) fail("expected at least one method, got none; export it again");
+    if (plans.size() == 0) fail("expected at least one method, got none");
     spend(plans.size());
     std::unordered_set<std::string> names;
     for (size_t i = 0; i < plans.size(); ++i) {
       out.methods.push_back(read_method(plans.table(i), i));
       if (!names.insert(out.methods.back().name).second) {
-        fail("expected methods with different names, got this one twice");
+        fail("expected a name that no other method has, got one twice");
       }
       where_.clear();
     }
@@ -78,14 +78,14 @@ class ProgramReader : FileReader {
  private:
   Header read_header() {
     if (!has_magic(4, "ET12")) {
-      fail("expected an ExecuTorch program ('ET12' at byte 4), got " + magic_text(4) +
-           "; a program is what to_executorch() writes as .pte");
+      fail("expected an ExecuTorch program ('ET12' at byte 4), got " + magic_text(4),
+           "give the file that to_executorch() wrote as .pte");
     }
     Header h;
     h.tables_size = file_.size;
     if (!has_magic(8, "eh00")) return h;  // an old file without segments
     if (file_.size < 40)
-      fail(format("expected a header of at least 32 bytes, got a file of %zu", file_.size));
+      fail(format("expected a header of at least 32 bytes, got a file of %zu", file_.size), kCutOff);
     auto length = raw<uint32_t>(12);
     if (length < 24) fail(format("expected a header of at least 24 bytes, got one of %u", length));
     h.tables_size = raw<uint64_t>(16);
@@ -117,7 +117,7 @@ class ProgramReader : FileReader {
     MethodPlan m;
     where_ = format(", method %zu", index);
     m.name = read_text(buffer_, plan, 0, "method name");
-    if (m.name.empty()) fail("expected a method name, got none; export it again");
+    if (m.name.empty()) fail("expected a method name, got none");
     where_ = ", method " + quoted(m.name);
     read_buffers(plan, m);
     read_values(plan.vector(2), m);
@@ -135,7 +135,7 @@ class ProgramReader : FileReader {
       }
       if (in != nullptr && in->kind == InstructionKind::kKernel)
         where_ += called("kernel", m.operators, in->target);
-      fail(wrong->text);
+      fail(wrong->text, wrong->advice.empty() ? kDamaged : wrong->advice.c_str());
     }
     return m;
   }
@@ -197,7 +197,7 @@ class ProgramReader : FileReader {
     auto tag = value.scalar<uint8_t>(0);
     fb::Table body = value.table(1);
     check_buffer(buffer_);
-    if (tag < 1 || tag > 11) fail(format("expected a kind between 1 and 11, got %u; export it again", tag));
+    if (tag < 1 || tag > 11) fail(format("expected a kind between 1 and 11, got %u", tag));
     out.kind = static_cast<ValueKind>(tag);
     if (!body.present() && out.kind != ValueKind::kNone) fail("expected a value, got an empty one");
     switch (out.kind) {
@@ -259,8 +259,7 @@ class ProgramReader : FileReader {
 
   void check_index(int64_t index, size_t count, const char* what) const {
     if (index < 0 || static_cast<uint64_t>(index) >= count) {
-      fail(format("%s: expected an index below %zu, got %" PRId64 "; the file is damaged, export it again",
-                  what, count, index));
+      fail(format("%s: expected an index below %zu, got %" PRId64, what, count, index));
     }
   }
 
@@ -268,7 +267,7 @@ class ProgramReader : FileReader {
     TensorPlan out;
     out.dtype = read_dtype(t.scalar<int8_t>(0));
     if (auto offset = t.scalar<int32_t>(1); offset != 0) {
-      fail(format("storage_offset: expected 0, got %d; the engine knows no other", offset));
+      fail(format("storage_offset: expected 0, the only one that the engine knows, got %d", offset));
     }
     auto dynamism = t.scalar<int8_t>(8);
     if (dynamism < 0 || dynamism > 2) fail(format("shape_dynamism: expected 0, 1 or 2, got %d", dynamism));
@@ -431,8 +430,7 @@ class ProgramReader : FileReader {
     for (size_t i = 0; i < list.size(); ++i) {
       auto value = list.scalar<int32_t>(i);
       if (value < 0 || static_cast<size_t>(value) >= m.values.size()) {
-        fail(format("%s %zu: expected a value index below %zu, got %d; the file is damaged, export it again",
-                    what, i, m.values.size(), value));
+        fail(format("%s %zu: expected a value index below %zu, got %d", what, i, m.values.size(), value));
       }
       out.push_back(value);
     }

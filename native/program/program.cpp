@@ -11,6 +11,7 @@
 #include "program/exit.h"
 #include "program/log.h"
 #include "program/method.h"
+#include "program/text.h"
 #include "program/xnnpack.h"
 
 namespace headrace {
@@ -56,7 +57,10 @@ Status check_external_data(const ProgramCore& core) {
                       " files without them; pass the .ptd files that were exported with it as data=");
   }
   if (!mismatched.empty()) {
-    return Status(ErrorCode::kProgram, name + ": the data files are of another program: " + mismatched);
+    return Status(ErrorCode::kProgram,
+                  name +
+                      ": expected the data that it was exported with, got data files of another program: " +
+                      mismatched + "; pass the .ptd files that were exported with it as data=");
   }
   return {};
 }
@@ -108,11 +112,6 @@ Status check_payloads(const ProgramCore& core) {
       if (delegate.id == kXnnpack) wrong = check_xnnpack(method, i, find);
       if (delegate.id == kCudaBackend) wrong = check_aoti_payload(delegate.payload, method.name, find);
       if (!wrong.empty()) {
-        // Where data is missing, or the version is another, the text says already what to do.
-        if (wrong.find("pass the .ptd files") == std::string::npos &&
-            wrong.find("; export it with") == std::string::npos) {
-          wrong += "; the file is damaged, export it again";
-        }
         return Status(ErrorCode::kProgram, core.file->name() + ", method '" + method.name +
                                                "', payload of delegate " + std::to_string(i) + " ('" +
                                                method.delegates[i].id + "'): " + wrong);
@@ -156,16 +155,19 @@ Status check_delegates_and_kernels(const ProgramCore& core, const LoadOptions& o
                          [&](const DelegatePlan& d) { return d.id == delegate; });
     });
     if (!used) {
-      return Status(
-          ErrorCode::kOption,
-          name + ", options: expected names of delegates that the program uses, got '" + delegate + "'");
+      return Status(ErrorCode::kOption,
+                    name + ", options: expected names of delegates that the program uses, got '" + delegate +
+                        "'; leave it out, or correct the name");
     }
     for (const auto& [key, value] : entries) {
       const auto* text = std::get_if<std::string>(&value);
       if (key.empty() || key.size() > 63 || (text != nullptr && text->size() > 255)) {
-        return Status(ErrorCode::kOption,
-                      name + ", options of '" + delegate +
-                          "': expected a key of 1 to 63 bytes and a text of at most 255, got '" + key + "'");
+        return Status(
+            ErrorCode::kOption,
+            name + ", options of '" + delegate +
+                "': expected a key of 1 to 63 bytes and a text of at most 255, got '" + key +
+                (text != nullptr ? "' with a text of " + std::to_string(text->size()) + " bytes" : "'") +
+                "; give a shorter one");
       }
     }
   }
@@ -201,16 +203,18 @@ Status Program::verify(std::shared_ptr<const Bytes> file, std::vector<std::share
 
 Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file, LoadOptions options) {
   if (options.instances < 1 || options.instances > 1024) {
-    return Status(ErrorCode::kOption,
-                  "instances: expected a count between 1 and 1024, got " + std::to_string(options.instances));
+    return Status(ErrorCode::kOption, "instances: expected a count between 1 and 1024, got " +
+                                          std::to_string(options.instances) +
+                                          "; pass 1 for one call at a time");
   }
   if (Status status = initialize(); !status.ok()) return status;
   if (Status status = check_one_selection(); !status.ok()) return status;
   if (Status status = check_not_torn("load"); !status.ok()) return status;
   arm_exit_gate();
   if (options.max_steps < 1) {
-    return Status(ErrorCode::kOption,
-                  "max_steps: expected a count of at least 1, got " + std::to_string(options.max_steps));
+    return Status(ErrorCode::kOption, "max_steps: expected a count of at least 1, got " +
+                                          std::to_string(options.max_steps) +
+                                          "; pass as many instructions as a call may take");
   }
   auto core = std::make_shared<ProgramCore>();
   core->file = std::move(file);
@@ -226,9 +230,9 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
     LogScope log;
     auto program = et::Program::load(core->loader.get(), et::Program::Verification::InternalConsistency);
     if (!program.ok()) {
-      Status status(ErrorCode::kProgram,
-                    core->file->name() + ": expected a program that is consistent in itself, got " +
-                        et::to_string(program.error()) + "; the file is damaged, export it again");
+      Status status(ErrorCode::kProgram, core->file->name() +
+                                             ": expected a program that is consistent in itself, got " +
+                                             et::to_string(program.error()) + "; " + kDamaged);
       status.log = log.take();
       return status;
     }

@@ -56,22 +56,24 @@ std::string describe(const TensorView& view) {
   return out + "]";
 }
 
-void set_dense_strides(TensorView& view) {
-  auto step = static_cast<int64_t>(itemsize(view.dtype));
-  for (auto d = static_cast<size_t>(view.ndim); d-- > 0;) {
-    view.strides_bytes[d] = step;
-    step *= view.sizes[d];
-  }
+void set_dense_strides(TensorView& view, const uint8_t* dim_order) {
+  dense_strides(view.ndim, view.sizes.data(), dim_order, view.strides_bytes.data(),
+                static_cast<int64_t>(itemsize(view.dtype)));
 }
 
-bool is_dense(const TensorView& view) {
-  if (view.numel() == 0) return true;
+bool is_dense(const TensorView& view, const uint8_t* dim_order) {
   TensorView dense = view;
-  set_dense_strides(dense);
-  for (size_t d = 0; d < static_cast<size_t>(view.ndim); ++d) {
-    if (view.sizes[d] != 1 && view.strides_bytes[d] != dense.strides_bytes[d]) return false;
+  set_dense_strides(dense, dim_order);
+  return same_strides(view, dense);
+}
+
+bool same_strides(const TensorView& a, const TensorView& b) {
+  bool same = true;
+  for (size_t d = 0; d < static_cast<size_t>(a.ndim); ++d) {
+    if (a.sizes[d] == 0) return true;
+    same &= a.sizes[d] == 1 || a.strides_bytes[d] == b.strides_bytes[d];
   }
-  return true;
+  return same;
 }
 
 }  // namespace headrace

@@ -19,7 +19,7 @@ constexpr std::string_view kXnnpack = "XnnpackBackend";
 using FindBytes = std::function<std::optional<std::string_view>(std::string_view key)>;
 
 // Checks the payload of delegate `index` of `method`, and every call of it. Empty when all is well, else
-// what was expected and what came.
+// what was expected, what came and what to do.
 std::string check_xnnpack(const MethodPlan& method, size_t index, const FindBytes& find);
 
 }  // namespace headrace

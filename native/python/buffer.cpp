@@ -34,12 +34,8 @@ bool host_may_touch(const Buffer& buffer) {
 void order_before(const Buffer& buffer, StreamHandle consumer) {
   if (buffer.block) {
     check(buffer.block->order(consumer, false));
-  } else if (consumer != buffer.lent_on) {
-    Device& device = *buffer.device->device;
-    auto event = buffer.device->events.take(device);
-    check(event.status());
-    check(device.record(**event, buffer.lent_on));
-    check(device.wait(consumer, **event));
+  } else {
+    order_streams(*buffer.device, buffer.lent_on, consumer);
   }
 }
 

@@ -30,13 +30,8 @@ bool reads_cuda(const Reader& reader) {
 }
 
 // Puts the reader's stream behind what is on `stream` now.
-void order(const Reader& reader, StreamHandle stream) {
-  if (stream == reader.stream) return;
-  Device& device = *reader.device;
-  auto event = device_object(reader.device)->events.take(device);
-  check(event.status());
-  check(device.record(**event, stream));
-  check(device.wait(reader.stream, **event));
+void order_before(const Reader& reader, StreamHandle stream) {
+  order_streams(*device_object(reader.device), stream, reader.stream);
 }
 
 bool captures(const Reader& reader) {
@@ -79,7 +74,7 @@ nb::object cuda_dlpack(nb::handle object, const Reader& reader, const std::strin
     if (!e.matches(PyExc_BufferError)) throw;
   }
   nb::object out = capsule(static_cast<int64_t>(kLegacyStream));
-  order(reader, kLegacyStream);
+  order_before(reader, kLegacyStream);
   return out;
 }
 
@@ -144,7 +139,7 @@ TensorView cuda_array(nb::handle object, const Reader& reader, bool write, const
                      " (the array interface forbids 0)");
   check(reader.device->check_stream(static_cast<StreamHandle>(handle)));
   check(reader.device->check_stream(reader.stream));
-  if (!captures(reader)) order(reader, static_cast<StreamHandle>(handle));
+  if (!captures(reader)) order_before(reader, static_cast<StreamHandle>(handle));
   return view;
 }
 

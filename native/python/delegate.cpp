@@ -25,7 +25,7 @@ namespace et = executorch::runtime;
 namespace {
 
 // One delegate of one method: what the engine hands back at each call.
-struct Loaded {
+struct LoadedDelegate {
   PyObject* object;  // owned, or leaked with the interpreter
   std::string name, method;
   int num_inputs;
@@ -35,7 +35,7 @@ struct Loaded {
   std::vector<std::vector<executorch::aten::SizesType>> greatest;
 };
 
-Status failure(const Loaded& loaded, ErrorCode code, const std::string& what) {
+Status failure(const LoadedDelegate& loaded, ErrorCode code, const std::string& what) {
   return island_failure(loaded.method, loaded.island, loaded.name, Status(code, what));
 }
 
@@ -58,7 +58,7 @@ ErrorCode code_of(const nb::python_error& error) {
 
 // The Status of a Python exception; what the caller sees has it as its cause. `keep`: what is ours keeps its
 // class and its words, which say who has to act.
-Status failure(const Loaded& loaded, const char* where, nb::python_error& error, bool keep) {
+Status failure(const LoadedDelegate& loaded, const char* where, nb::python_error& error, bool keep) {
   if (ErrorCode code = keep ? code_of(error) : ErrorCode::kOk; code != ErrorCode::kOk) {
     Status status = failure(loaded, code, nb::cast<std::string>(nb::str(error.value())));
     status.cause = hold(nb::borrow(error.value()));
@@ -153,7 +153,7 @@ class PyBackend final : public et::BackendInterface {
 
   et::Result<et::DelegateHandle*> init(et::BackendInitContext& context, et::FreeableBuffer* payload,
                                        et::ArrayRef<et::CompileSpec> specs) const override {
-    auto loaded = std::make_unique<Loaded>();
+    auto loaded = std::make_unique<LoadedDelegate>();
     loaded->name = name_;
     loaded->method = context.get_method_name() ? context.get_method_name() : "";
     const IslandPlan* island = claim_island(name_, payload->data());
@@ -172,7 +172,7 @@ class PyBackend final : public et::BackendInterface {
 
   et::Error execute(et::BackendExecutionContext&, et::DelegateHandle* handle,
                     et::Span<et::EValue*> args) const override {
-    auto& loaded = *reinterpret_cast<Loaded*>(handle);
+    auto& loaded = *reinterpret_cast<LoadedDelegate*>(handle);
     const DeviceGuard* bound = DeviceGuard::current();
     if (bound == nullptr) {
       return tell(failure(loaded, ErrorCode::kDevice,
@@ -191,7 +191,7 @@ class PyBackend final : public et::BackendInterface {
   }
 
   void destroy(et::DelegateHandle* handle) const override {
-    std::unique_ptr<Loaded> loaded(reinterpret_cast<Loaded*>(handle));
+    std::unique_ptr<LoadedDelegate> loaded(reinterpret_cast<LoadedDelegate*>(handle));
     if (!loaded || !nb::is_alive() || !Py_IsInitialized()) return;
     GilAcquire gil;
     nb::error_scope keep;  // often inside a dealloc with an exception in flight
@@ -199,7 +199,7 @@ class PyBackend final : public et::BackendInterface {
   }
 
  private:
-  bool load(Loaded& loaded, et::BackendInitContext& context, const et::FreeableBuffer& payload,
+  bool load(LoadedDelegate& loaded, et::BackendInitContext& context, const et::FreeableBuffer& payload,
             et::ArrayRef<et::CompileSpec> specs) const {
     GilAcquire gil;
     try {
@@ -252,7 +252,7 @@ class PyBackend final : public et::BackendInterface {
     return false;
   }
 
-  static et::Error run(Loaded& loaded, const DeviceGuard& bound, et::Span<et::EValue*> args) {
+  static et::Error run(LoadedDelegate& loaded, const DeviceGuard& bound, et::Span<et::EValue*> args) {
     // A list of tensors cannot be an argument of a delegate; numbers and None pass as they are.
     bool any_host = false, any_device = false;
     for (et::EValue* arg : args) {

@@ -63,6 +63,9 @@ PyStreamRef create_stream(const PyDeviceRef& device, const StreamOptions& option
 // The same, or the per-thread stream for None; DeviceError for a stream of another device.
 StreamHandle stream_or_own(nb::handle stream, const DeviceRef& device, const char* where);
 
+// Puts the stream `later` behind what is on `earlier` now. Does not wait.
+void order_streams(PyDevice& device, StreamHandle earlier, StreamHandle later);
+
 // Puts an event behind what is on the stream now, for the buffer's next reader or writer. What a graph uses
 // is marked by its replays.
 Status mark_used(PyDevice& device, StreamHandle stream, const BlockRef& shared, bool write,

@@ -56,6 +56,14 @@ PyStreamRef create_stream(const PyDeviceRef& self, const StreamOptions& options)
   return stream;
 }
 
+void order_streams(PyDevice& device, StreamHandle earlier, StreamHandle later) {
+  if (earlier == later) return;
+  auto event = device.events.take(*device.device);
+  check(event.status());
+  check(device.device->record(**event, earlier));
+  check(device.device->wait(later, **event));
+}
+
 Status mark_used(PyDevice& device, StreamHandle stream, const BlockRef& shared, bool write,
                  EventRef* marked) {
   captured_use(shared, write);

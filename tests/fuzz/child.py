@@ -10,6 +10,7 @@ One line before a case ("start INDEX") and one behind it ("end INDEX HOW"). A cr
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 import time
@@ -25,6 +26,8 @@ from tests.fuzz.mutate import Case, case
 CRASH, HANG = -1, -2
 MEMORY = 6 << 30  # bytes of address space; a program that wants more must get an error
 STEPS = 200_000  # instructions that a method with loops may take
+# What a refusal says of a file: where, what was expected, what came, what to do. The engine has words of its own.
+FOUR_PARTS = re.compile(r": expected .+, got .+; .+|(loading|running) failed: ", re.DOTALL)
 
 
 def arguments(method: headrace.Method, fill: int) -> list[Any]:
@@ -47,7 +50,7 @@ def arguments(method: headrace.Method, fill: int) -> list[Any]:
 
 
 def run(made: Case) -> str:
-    """Load and run every method twice. "ran", or the name of the error."""
+    """Load and run every method twice. "ran", or the name of the error. AssertionError: a message lacks a part."""
     try:
         # On the simulated device: programs that are planned for a GPU load there too.
         with headrace.load(made.program, data=made.data, device="sim", max_steps=STEPS) as program:
@@ -59,6 +62,10 @@ def run(made: Case) -> str:
                     except headrace.HeadraceError as error:
                         outcome = type(error).__name__
             return outcome
+    except headrace.ProgramError as error:
+        if not FOUR_PARTS.search(str(error)):
+            raise AssertionError(f"expected a message in four parts, got: {error}") from error
+        return type(error).__name__
     except headrace.HeadraceError as error:
         return type(error).__name__
 

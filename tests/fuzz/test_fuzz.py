@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_damaged_programs_end_in_an_error_or_a_run() -> None:
-    """OP3: every failure is a typed exception; nothing crashes, nothing hangs."""
+    """OP3, OP4: every failure is a typed exception that says what to do; nothing crashes, nothing hangs."""
     result = fuzz(1, indices(30 * len(KINDS)))
     assert not result.failures, "\n".join(result.failures)
     assert set(result.kinds) == set(KINDS)

@@ -43,9 +43,9 @@ BAD_INPUTS: dict[str, tuple[Any, str]] = {
     "dtype": (ONE.astype(np.float64), "got float64[1] on cpu; convert the dtype before calling"),
     "half": (ONE.astype(np.float16), "got float16[1] on cpu; convert the dtype before calling"),
     "integers": (ONE.astype(np.int32), "got int32[1] on cpu; convert the dtype before calling"),
-    "rank too low": (np.float32(1), "got float32[] on cpu; the rank differs"),
-    "rank too high": (ONE[None], "got float32[1, 1] on cpu; the rank differs"),
-    "size": (np.ones(2, np.float32), "got float32[2] on cpu; dimension 0 must be 1 and is 2"),
+    "rank too low": (np.float32(1), "got float32[] on cpu; the rank differs: reshape it before calling"),
+    "rank too high": (ONE[None], "got float32[1, 1] on cpu; the rank differs: reshape it before calling"),
+    "size": (np.ones(2, np.float32), "got float32[2] on cpu; dimension 0 must be 1 and is 2: pass that size"),
     "no elements": (ONE[:0], "got float32[0] on cpu; dimension 0 must be 1 and is 0"),
     "byte order": (ONE.astype(">f4"), "got a big-endian float32; call x.astype(x.dtype.newbyteorder('='))"),
     "complex": (ONE.astype(np.complex64), "expected an array of numbers, got dtype complex64"),
@@ -56,7 +56,7 @@ BAD_INPUTS: dict[str, tuple[Any, str]] = {
     "records": (np.zeros(1, [("a", "<f4")]), "expected an array of numbers, got dtype [('a', '<f4')]"),
     "too many dimensions": (ONE.reshape((1,) * 17), "expected at most 16 dimensions, got 17"),
     "None": (None, "expected float32[1] on cpu, got None"),
-    "float": (1.0, "expected float32[1] on cpu, got a float"),
+    "float": (1.0, "expected float32[1] on cpu, got a float; pass a value of that kind"),
     "int": (1, "expected float32[1] on cpu, got an int"),
     "bool": (True, "expected float32[1] on cpu, got a bool"),
     "text": ("x", "expected float32[1] on cpu, got a string"),
@@ -96,7 +96,8 @@ def test_an_input_in_memory_of_a_gpu_is_refused_by_name(add: headrace.Method) ->
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_wrong_count_of_inputs_is_refused(add: headrace.Method, count: int) -> None:
     """OP5"""
-    with pytest.raises(headrace.InputError, match=f"^forward: expected 2 inputs, got {count}$"):
+    message = f"^forward: expected 2 inputs, got {count}; pass one value for each input$"
+    with pytest.raises(headrace.InputError, match=message):
         add(*[ONE] * count)
 
 
@@ -108,7 +109,7 @@ def test_a_size_beyond_a_bound_names_dimension_and_bound() -> None:
             method(np.ones((9, 64), np.float32))
     assert str(caught.value) == (
         "forward, input 0: expected float32[≤8, ≤64] on cpu, got float32[9, 64] on cpu; "
-        "dimension 0 must be at most 8 and is 9"
+        "dimension 0 must be at most 8 and is 9: pass less, or export it with larger bounds"
     )
 
 

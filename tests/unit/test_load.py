@@ -106,7 +106,8 @@ def test_data_files_of_another_program_are_refused() -> None:
     with pytest.raises(headrace.ProgramError) as caught:
         headrace.load(program.path, data=bytes(data))
     message = (
-        "the data files are of another program: 'a.weight': expected float32[128, 64], got float32[64, 128]"
+        "got data files of another program: 'a.weight': expected float32[128, 64], got float32[64, 128]; "
+        "pass the .ptd files that were exported with it as data="
     )
     assert message in str(caught.value)
 

@@ -194,7 +194,8 @@ def test_close_waits_for_running_calls_and_refuses_later_ones() -> None:
             jobs[k]()
 
         together(run, len(jobs))
-        assert refused == ["forward: expected an open program, got one that was closed"] * 3
+        text = "forward: expected an open program, got one that was closed; load it again"
+        assert refused == [text] * 3
 
 
 def test_loading_from_many_threads_gives_every_thread_its_program() -> None:

@@ -21,6 +21,7 @@ import pytest
 import headrace
 from headrace.engine import core
 from tests import programs
+from tests.fuzz.child import FOUR_PARTS
 from tests.fuzz.kernels import Plan, operators
 from tests.fuzz.mutate import Seed, seeds
 from tests.fuzz.tables import slots
@@ -45,8 +46,10 @@ def patched(name: str, changes: dict[str, int], payload: bool = False) -> bytes:
 
 
 def refused(program: bytes, pattern: str, data: tuple[bytes, ...] = ()) -> None:
-    with pytest.raises(headrace.ProgramError, match=pattern):
+    """OP4: with all four parts of a message."""
+    with pytest.raises(headrace.ProgramError, match=pattern) as caught:
         headrace.load(program, data=data)
+    assert FOUR_PARTS.search(str(caught.value))
 
 
 def fails(program: bytes, pattern: str, times: int = 2) -> None:

@@ -92,9 +92,24 @@ HEADRACE_API std::string problem_of(const TensorView& view);
 // "float32[2, 80]".
 HEADRACE_API std::string describe(const TensorView& view);
 
-// Sets the strides of a dense tensor in C order, from sizes and dtype.
-HEADRACE_API void set_dense_strides(TensorView& view);
+// Strides of a dense tensor, counted in `unit`s. Its dimensions lie in `dim_order`, outermost first; null: in
+// C order.
+template <class Size, class Stride>
+void dense_strides(int ndim, const Size* sizes, const uint8_t* dim_order, Stride* strides, int64_t unit = 1) {
+  int64_t stride = unit;
+  for (int i = ndim; i-- > 0;) {
+    int d = dim_order != nullptr ? dim_order[i] : i;
+    strides[d] = static_cast<Stride>(stride);
+    stride *= sizes[d];
+  }
+}
+
+// Sets the strides of a dense tensor, from sizes and dtype.
+HEADRACE_API void set_dense_strides(TensorView& view, const uint8_t* dim_order = nullptr);
 // Whether it lies in memory so. Dimensions of size 1 and empty tensors fit any strides.
-HEADRACE_API bool is_dense(const TensorView& view);
+HEADRACE_API bool is_dense(const TensorView& view, const uint8_t* dim_order = nullptr);
+// Whether the two, of one shape and dtype, lie in memory alike: strides differ at most where they mean
+// nothing.
+HEADRACE_API bool same_strides(const TensorView& a, const TensorView& b);
 
 }  // namespace headrace

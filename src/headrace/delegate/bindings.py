@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import DelegateError, ProgramError
 from ..pte.tensorrt import Blob
-from .nvinfer import Engine, Loaded
+from .nvinfer import Engine, LoadedEngine
 
 __all__ = ["DTYPES", "EXPORT_AGAIN", "Profiles", "Tensor", "check_platform", "is_dense", "tensors_of"]
 
@@ -42,7 +42,7 @@ class Tensor:
     alias: str = ""  # of an output: the input that it is written over
 
 
-def tensors_of(loaded: Loaded, blob: Blob) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def tensors_of(loaded: LoadedEngine, blob: Blob) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Inputs and outputs in the order of the island's arguments, as engine and payload agree on them."""
     module, engine = loaded.module, loaded.engine
     names = [engine.get_tensor_name(i) for i in range(engine.num_io_tensors)]

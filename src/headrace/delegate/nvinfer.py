@@ -27,7 +27,7 @@ __all__ = [
     "Engine",
     "ExecutionContext",
     "Installed",
-    "Loaded",
+    "LoadedEngine",
     "Module",
     "RtxEngine",
     "RtxExecutionContext",
@@ -270,7 +270,7 @@ class _Log:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedEngine:
     """An engine, and what it came out of. ``told()`` are the errors that were logged since ``log.clear()``."""
 
     kind: str
@@ -382,7 +382,7 @@ def _refusal(module: Any, runtime: Any, log: _Log, data: bytes) -> str:
     return ", ".join(names) or " / ".join(log.lines(errors=True)[-3:]) or "no reason given"
 
 
-def load_engine(blob: Blob, device: Any, wanted: str = "") -> Loaded:
+def load_engine(blob: Blob, device: Any, wanted: str = "") -> LoadedEngine:
     """The engine in ``blob``, on ``device``, by the first installed run time that fits it and takes it.
 
     Args:
@@ -431,7 +431,7 @@ def load_engine(blob: Blob, device: Any, wanted: str = "") -> Loaded:
             continue
         engine = runtime.deserialize_cuda_engine(data)
         if engine is not None:
-            return Loaded(kind, module, engine, log)
+            return LoadedEngine(kind, module, engine, log)
         lines = " / ".join(log.lines(errors=True)[-3:])
         tried.append(f"running {running}: {lines or 'refused without a word why'}")
     raise DelegateUnavailable(
