@@ -275,7 +275,7 @@ class CudaBackend final : public et::BackendInterface {
           "expected memory that the host can use, got memory of " + device->name() +
               " for a library that was compiled for the host; load it with device=\"cpu\", or export it "
               "for CUDA");
-      status.device = device->name();
+      status->device = device->name();
       return status;
     }
     if (!host_memory.empty()) {
@@ -292,7 +292,7 @@ class CudaBackend final : public et::BackendInterface {
               device->name() +
               "; load it with device=\"cuda:0\" on a machine with an NVIDIA GPU, or export it with "
               "target=\"host\"");
-      status.device = device->name();
+      status->device = device->name();
       return status;
     }
     return {};
@@ -399,7 +399,7 @@ class CudaBackend final : public et::BackendInterface {
           i < inputs.size() ? "input " + std::to_string(i) : "output " + std::to_string(i - inputs.size());
       Status status(ErrorCode::kDelegate, which + ": expected memory of " + device.name() +
                                               ", got other memory; copy it to the device first");
-      status.device = device.name();
+      status->device = device.name();
       return status;
     }
     if (loaded.last == nullptr || loaded.last_stream == stream) return {};
@@ -480,7 +480,7 @@ class CudaBackend final : public et::BackendInterface {
                       (i < count ? "input " + std::to_string(i) : "output " + std::to_string(i - count)) +
                           ": expected memory of " + device.name() +
                           ", got host memory; copy it to the device first");
-        status.device = device.name();
+        status->device = device.name();
         return status;
       }
     }

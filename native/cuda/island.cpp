@@ -39,8 +39,8 @@ Status Island::failed(const char* what) const {
   ErrorCode code =
       shims::counts(arena_).code == cu::kNoBinaryForGpu ? ErrorCode::kDelegateUnavailable : why.code();
   Status status(code, where + why.message());
-  status.device = device_->name();
-  status.log.push_back(said);
+  status->device = device_->name();
+  status->log.push_back(said);
   return status;
 }
 
@@ -158,7 +158,7 @@ Status Island::check_architecture() const {
                       " runs, a GPU of compute capability " + std::to_string(major) + "." +
                       std::to_string(minor) + " (sm_" + here + "), got some for " + gpu_code_names(kernels) +
                       "; export it with target=\"cuda:sm_" + here + "\"");
-    status.device = device_->name();
+    status->device = device_->name();
     return status;
   }
   return {};

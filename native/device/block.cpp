@@ -218,7 +218,7 @@ Result<BlockRef> Ring::take(size_t nbytes, StreamHandle stream, const EventRef& 
     } else if (data = std::aligned_alloc(64, capacity); data == nullptr) {
       Status status(ErrorCode::kOutOfDeviceMemory,
                     "expected " + std::to_string(nbytes) + " bytes on cpu, got none; free memory");
-      status.device = "cpu";
+      status->device = "cpu";
       return status;
     }
     block = new Block(device_, data, capacity);

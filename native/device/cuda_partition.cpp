@@ -155,7 +155,7 @@ Status CudaDevice::cannot_split(const char* entry, cu::Code code) const {
     Status status = failed("split", code);
     if (mps == 0) return status;
     Status named(status.code(), status.message() + "; this process runs under MPS");
-    named.device = status.device;
+    named->device = status->device;
     return named;
   }
   std::string got = driver_.text(code) + " from " + entry + " on " + gpu;

@@ -15,7 +15,7 @@ constexpr const char* kElsewhere =
 
 Status refused(const std::string& expected, const std::string& got, const std::string& advice) {
   Status status(ErrorCode::kDevice, "cuda: expected " + expected + ", got " + got + "; " + advice);
-  status.device = "cuda";
+  status->device = "cuda";
   return status;
 }
 

@@ -36,7 +36,7 @@ bool in_host_function() { return depth > 0; }
 Status run_host_function(const HostFunction& function, const std::string& device) {
   HostFunctionScope scope;
   Status status = guarded(function, device);
-  if (!status.ok() && status.device.empty()) status.device = device;
+  if (!status.ok() && status->device.empty()) status->device = device;
   return status;
 }
 

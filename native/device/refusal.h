@@ -11,7 +11,7 @@ namespace headrace {
 inline Status refusal(ErrorCode code, const std::string& device, const std::string& operation,
                       const std::string& expected, const std::string& got, const std::string& advice) {
   Status status(code, device + ", " + operation + ": expected " + expected + ", got " + got + "; " + advice);
-  status.device = device;
+  status->device = device;
   return status;
 }
 

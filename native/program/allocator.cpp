@@ -112,7 +112,7 @@ class Allocator final : public et::DeviceAllocator {
                   "memory of " + bound.device->name() + ": expected a stream of it, got one of " +
                       device_name_of(now.device, bound.device->name()) +
                       " selected; select a stream of the device that the thread is bound to");
-    status.device = bound.device->name();
+    status->device = bound.device->name();
     return status;
   }
 

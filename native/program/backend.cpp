@@ -51,12 +51,12 @@ Status island_failure(const std::string& method, int instruction, const std::str
   std::string where = method;
   if (instruction >= 0) where += ", instruction " + std::to_string(instruction);
   Status status(why.code(), where + ", delegate '" + delegate + "': " + why.message());
-  status.delegate = delegate;
-  status.method = method;
-  status.island = instruction;
-  status.device = std::move(why.device);
-  status.log = std::move(why.log);
-  status.cause = std::move(why.cause);
+  status->delegate = delegate;
+  status->method = method;
+  status->island = instruction;
+  status->device = std::move(why->device);
+  status->log = std::move(why->log);
+  status->cause = std::move(why->cause);
   return status;
 }
 

@@ -150,7 +150,7 @@ Status check_delegate(const std::string& id, const std::string& where) {
                     (backend ? "; run the program where what it needs is installed"
                              : "; load the library, or import the module (headrace run --import), that "
                                "provides it before the program"));
-  status.delegate = id;
+  status->delegate = id;
   return status;
 }
 
@@ -255,10 +255,10 @@ Status engine_status(et::Error error, const std::string& doing, const MethodPlan
   }
   Status status(code_of(error), method.name + what + ": " + doing + " failed: " + et::to_string(error) +
                                     (log.empty() ? "" : "; the engine says: " + log.front()));
-  status.method = method.name;
-  status.delegate = delegate;
-  status.island = island;
-  status.log = std::move(log);
+  status->method = method.name;
+  status->delegate = delegate;
+  status->island = island;
+  status->log = std::move(log);
   return status;
 }
 

@@ -206,7 +206,7 @@ Status GraphSet::run_in_turn(Instance& instance, std::span<const Value> inputs, 
     Status status(
         ErrorCode::kCapture,
         name + ", replay: expected an open graph, got one that was closed; capture the method again");
-    status.step = "closed";
+    status->step = "closed";
     return status;
   }
   CallStats stats;
@@ -263,7 +263,7 @@ Status GraphSet::run_in_turn(Instance& instance, std::span<const Value> inputs, 
     graph.reset();
     ring_->trim();
     // What was refused, or is the caller's to mend, says nothing about the next capture.
-    if (status.code() == ErrorCode::kCapture && status.step != "check")
+    if (status.code() == ErrorCode::kCapture && status->step != "check")
       status = pool_->turn_graphs_off(status);
     std::lock_guard lock(mutex_);
     stats_.evicted += gone;

@@ -45,7 +45,7 @@ Status Instance::Scope::begin() {
 }
 
 Status also(Status status, const Status& other) {
-  if (!other.ok() && other.message() != status.message()) status.log.push_back("also: " + other.message());
+  if (!other.ok() && other.message() != status.message()) status->log.push_back("also: " + other.message());
   return status;
 }
 
@@ -134,7 +134,7 @@ Status Instance::allocate() {
       auto block = shared_.planned->take(buffer.nbytes, kPerThreadStream);
       if (!block.ok()) {
         Status status(block.status().code(), what + block.status().message());
-        status.device = device_->name();
+        status->device = device_->name();
         return status;
       }
       // Complete before another thread may use it.
@@ -150,7 +150,7 @@ Status Instance::allocate() {
       Status status(ErrorCode::kOutOfDeviceMemory,
                     what + "expected " + std::to_string(nbytes) +
                         " bytes on cpu, got none; free memory or export with smaller bounds");
-      status.device = "cpu";
+      status->device = "cpu";
       return status;
     }
     spans_.emplace_back(arena.data(), nbytes);
@@ -225,7 +225,7 @@ Status Instance::load_method() {
   }
   Status status = engine_status(method.error(), "loading", plan_, log.take());
   if (!context.failure.ok()) {
-    context.failure.log.insert(context.failure.log.end(), status.log.begin(), status.log.end());
+    context.failure->log.insert(context.failure->log.end(), status->log.begin(), status->log.end());
     return context.failure;
   }
   auto missing = core_.data_map.take_missing();
@@ -234,7 +234,7 @@ Status Instance::load_method() {
   for (const std::string& key : missing) keys += (keys.empty() ? "'" : ", '") + key + "'";
   Status named(ErrorCode::kProgram, status.message() + "; the data files lack the keys " + keys +
                                         ": pass the .ptd files that were exported with it as data=");
-  named.log = status.log;
+  named->log = status->log;
   return named;
 }
 
@@ -385,7 +385,8 @@ Status Instance::run(std::span<const Value> inputs, std::span<const Value> out, 
     Status status = execute(settled);
     if (!status.ok() && !call.context.failure.ok()) {
       // The engine knows a code; whoever failed said why.
-      call.context.failure.log.insert(call.context.failure.log.end(), status.log.begin(), status.log.end());
+      call.context.failure->log.insert(call.context.failure->log.end(), status->log.begin(),
+                                       status->log.end());
       return call.context.failure;
     }
     return status;

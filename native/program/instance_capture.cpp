@@ -15,9 +15,9 @@ constexpr int kWarmUps = 3;
 
 Status failed_at(const std::string& method, const char* step, Status why) {
   Status status(ErrorCode::kCapture, method + ", capture, step '" + step + "': " + why.message());
-  status.step = step;
-  status.log = std::move(why.log);
-  status.cause = std::move(why.cause);
+  status->step = step;
+  status->log = std::move(why->log);
+  status->cause = std::move(why->cause);
   return status;
 }
 
@@ -84,7 +84,7 @@ std::string at(int32_t instruction) { return "instruction " + std::to_string(ins
 Status Instance::check_capturable() {
   auto refuse = [&](const std::string& what, const char* advice) {
     Status status(ErrorCode::kCapture, plan_.name + ", capture: " + what + "; " + advice);
-    status.step = "check";
+    status->step = "check";
     return status;
   };
   if (device_->backend() == Backend::kCpu)
@@ -258,7 +258,7 @@ class Instance::Capturing {
         self_.plan_.name + ", capture: expected runs that allocate no device memory after the first, got " +
             std::to_string(notes.allocations) + " allocations in run " + std::to_string(kWarmUps) +
             (who.empty() ? "" : " by " + who) + "; let the delegate keep its memory, or call the method");
-    status.step = "check";
+    status->step = "check";
     return status;
   }
 

@@ -22,7 +22,7 @@ Result<std::unique_ptr<Pages>> host_memory(const std::string& method, size_t nby
   if (pages->data() != nullptr) return pages;
   Status status(ErrorCode::kOutOfDeviceMemory, method + ", capture: expected " + std::to_string(nbytes) +
                                                    " bytes on cpu, got none; free memory");
-  status.device = "cpu";
+  status->device = "cpu";
   return status;
 }
 
@@ -101,7 +101,7 @@ Status Instance::walk(GraphMemory& memory, const Settled& settled, CaptureStage 
   Status status = execute(settled);
   notes.allocations = thread_counts().driver_allocations - before;
   if (!status.ok() && !call.context.failure.ok()) {
-    call.context.failure.log.insert(call.context.failure.log.end(), status.log.begin(), status.log.end());
+    call.context.failure->log.insert(call.context.failure->log.end(), status->log.begin(), status->log.end());
     status = call.context.failure;
   }
   return status.ok() ? note_outputs(memory, settled) : status;

@@ -84,7 +84,7 @@ Status Instance::check_source(size_t i, const Value& value) const {
     Status status(ErrorCode::kDevice,
                   where + "memory of " + device_->name() + " or of the host, got memory of " +
                       device_name_of(value.device->id(), device_->name()) + "; copy it first");
-    status.device = value.device->name();
+    status->device = value.device->name();
     return status;
   }
   if (is_dense(value.tensor, plan.dim_order.data())) return {};
@@ -181,7 +181,7 @@ Status Instance::check_out_device(size_t i, const Value& given) const {
     return Status(ErrorCode::kInput, text + describe(given) + "; pass memory of " + where);
   Status status(ErrorCode::kDevice, text + "memory of " + device_name_of(given.device->id(), where) +
                                         "; pass memory of " + where);
-  status.device = where;
+  status->device = where;
   return status;
 }
 

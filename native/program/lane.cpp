@@ -10,7 +10,7 @@ Result<std::shared_ptr<const Lane>> Lane::open(DeviceRef device, const Partition
                                           device->name() + ", got one of " +
                                           device_name_of(partition->device_id(), device->name()) +
                                           "; load the program on the partition's device");
-    status.device = device->name();
+    status->device = device->name();
     return status;
   }
   auto stream = device->create_stream({.priority = 0, .blocking = false, .partition = partition});

@@ -229,7 +229,7 @@ Result<Settled> MethodPool::settle(const CallStream& options) const {
     Status status(ErrorCode::kDevice, name_ + ", stream: expected a stream of " + device_->name() +
                                           ", got one of " + device_name_of(device, device_->name()) +
                                           "; select a stream of the program's device");
-    status.device = device_->name();
+    status->device = device_->name();
     return status;
   }
   if (settled.chosen) {
@@ -246,7 +246,7 @@ Result<Settled> MethodPool::settle(const CallStream& options) const {
                     ", stream: expected a stream that does not capture, got one that does: nothing was "
                     "enqueued and the capture goes on; call the method before or after it, or capture the "
                     "method itself and replay that graph");
-  status.step = "stream";
+  status->step = "stream";
   return status;
 }
 
@@ -266,9 +266,9 @@ Status MethodPool::turn_graphs_off(Status why) {
               why.message() +
                   "; graphs are off for this method from now on, its calls and replays run "
                   "without them; load the program again to try again");
-  told.step = why.step;
-  told.log = std::move(why.log);
-  told.cause = std::move(why.cause);
+  told->step = why->step;
+  told->log = std::move(why->log);
+  told->cause = std::move(why->cause);
   std::lock_guard lock(mutex_);
   if (graphs_off_.ok()) {
     graphs_off_ =
@@ -276,7 +276,7 @@ Status MethodPool::turn_graphs_off(Status why) {
                                         ", capture: expected a method whose captures succeed, got one "
                                         "of which a capture failed before: " +
                                         told.message());
-    graphs_off_.step = told.step;
+    graphs_off_->step = told->step;
   }
   return told;
 }

@@ -81,7 +81,7 @@ Status check_device(ProgramCore& core) {
     if (!gpu.ok()) {
       Status status(gpu.status().code(),
                     name + ", which needs a device for its memory: " + gpu.status().message());
-      status.device = "cuda:0";
+      status->device = "cuda:0";
       return status;
     }
     core.device = *gpu;
@@ -131,7 +131,7 @@ Status check_delegates_and_kernels(const ProgramCore& core, const LoadOptions& o
             ErrorCode::kDelegateUnavailable,
             where + ": expected no native code (allow_native_code=False), got a payload for '" + d.id +
                 "', which runs as code in this process; load it only if you trust where it comes from");
-        status.delegate = d.id;
+        status->delegate = d.id;
         return status;
       }
       if (Status status = check_delegate(d.id, where); !status.ok()) return status;
@@ -145,7 +145,7 @@ Status check_delegates_and_kernels(const ProgramCore& core, const LoadOptions& o
           ErrorCode::kDelegateUnavailable,
           where + ": expected kernels for " + missing +
               ", got none; load the library that holds them, or let a delegate take these operators");
-      status.method = method.name;
+      status->method = method.name;
       return status;
     }
   }
@@ -233,7 +233,7 @@ Result<std::shared_ptr<Program>> Program::load(std::shared_ptr<const Bytes> file
       Status status(ErrorCode::kProgram, core->file->name() +
                                              ": expected a program that is consistent in itself, got " +
                                              et::to_string(program.error()) + "; " + kDamaged);
-      status.log = log.take();
+      status->log = log.take();
       return status;
     }
     core->program.emplace(std::move(*program));

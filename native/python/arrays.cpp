@@ -423,22 +423,22 @@ void raise(const Status& status) {
                                            "CaptureError",        "EngineError"};
   nb::object cls = nb::module_::import_("headrace.errors").attr(kNames[static_cast<size_t>(status.code())]);
   nb::list log;
-  for (const std::string& line : status.log) log.append(text_of(line));
+  for (const std::string& line : status->log) log.append(text_of(line));
   nb::dict kwargs;
   kwargs["log"] = log;
   auto text = [](const std::string& s) { return s.empty() ? nb::object(nb::none()) : text_of(s); };
   if (status.code() == ErrorCode::kDelegate || status.code() == ErrorCode::kDelegateUnavailable) {
-    kwargs["delegate"] = text(status.delegate);
-    kwargs["method"] = text(status.method);
-    kwargs["island"] = status.island < 0 ? nb::object(nb::none()) : nb::object(nb::int_(status.island));
+    kwargs["delegate"] = text(status->delegate);
+    kwargs["method"] = text(status->method);
+    kwargs["island"] = status->island < 0 ? nb::object(nb::none()) : nb::object(nb::int_(status->island));
   }
   if (status.code() == ErrorCode::kDevice || status.code() == ErrorCode::kOutOfDeviceMemory) {
-    kwargs["device"] = text(status.device);
+    kwargs["device"] = text(status->device);
   }
-  if (status.code() == ErrorCode::kCapture) kwargs["step"] = text(status.step);
+  if (status.code() == ErrorCode::kCapture) kwargs["step"] = text(status->step);
   nb::object error = cls(text_of(status.message()), **kwargs);
-  if (status.cause != nullptr) {
-    nb::object cause = nb::borrow(static_cast<PyObject*>(status.cause.get()));
+  if (status->cause != nullptr) {
+    nb::object cause = nb::borrow(static_cast<PyObject*>(status->cause.get()));
     if (!PyObject_IsInstance(cause.ptr(), PyExc_Exception)) {
       // KeyboardInterrupt and SystemExit are not the delegate's to fail with.
       PyErr_SetObject((PyObject*)Py_TYPE(cause.ptr()), cause.ptr());

@@ -25,7 +25,7 @@ bool reads_cuda(const Reader& reader) {
     expected = "memory of " + reader.device->name() + " or of the host";
   Status status(reads_cuda(reader) ? ErrorCode::kDevice : ErrorCode::kInput,
                 message + ": expected " + expected + ", got memory of " + where + "; copy it first");
-  status.device = where;
+  status->device = where;
   raise(status);
 }
 

@@ -61,11 +61,11 @@ ErrorCode code_of(const nb::python_error& error) {
 Status failure(const LoadedDelegate& loaded, const char* where, nb::python_error& error, bool keep) {
   if (ErrorCode code = keep ? code_of(error) : ErrorCode::kOk; code != ErrorCode::kOk) {
     Status status = failure(loaded, code, nb::cast<std::string>(nb::str(error.value())));
-    status.cause = hold(nb::borrow(error.value()));
+    status->cause = hold(nb::borrow(error.value()));
     return status;
   }
   Status status = failure(loaded, ErrorCode::kDelegate, std::string(where) + " raised " + text_of(error));
-  status.cause = hold(nb::borrow(error.value()));
+  status->cause = hold(nb::borrow(error.value()));
   return status;
 }
 

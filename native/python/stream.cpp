@@ -43,7 +43,7 @@ StreamHandle stream_or_own(nb::handle stream, const DeviceRef& device, const cha
     Status status(ErrorCode::kDevice, std::string(where) + ", stream: expected a stream of " +
                                           device->name() + ", got one of " +
                                           device_name_of(choice.device, device->name()));
-    status.device = device->name();
+    status->device = device->name();
     raise(status);
   }
   return choice.handle;
@@ -101,7 +101,7 @@ Touched touched_by(const PyStream& stream, nb::iterable reads, nb::iterable writ
                       std::string(where) + (write ? ", writes" : ", reads") + ": expected memory of " +
                           stream.device->device->name() + " or of the host, got memory of " +
                           device_name_of(buffer->device->device->id(), stream.device->device->name()));
-        status.device = stream.device->device->name();
+        status->device = stream.device->device->name();
         raise(status);
       }
       out.accesses.push_back({buffer->view.data, buffer->view.nbytes(), write});
@@ -197,7 +197,7 @@ void call(PyStream& stream, nb::object function, nb::iterable reads, nb::iterabl
       // hold Buffers, these the device, and that keeps the failure until somebody is told.
       Status status(ErrorCode::kDelegate, name + ", stream.call: " + traceback_of(e));
       PyException_SetTraceback(e.value().ptr(), Py_None);
-      status.cause = hold(nb::borrow(e.value()));
+      status->cause = hold(nb::borrow(e.value()));
       return status;
     }
   };
@@ -440,7 +440,7 @@ void bind_streams(nb::module_& m) {
           Status status(ErrorCode::kDevice, "caller_stream: expected a stream of " + of->device->name() +
                                                 ", got one of " +
                                                 device_name_of(choice.device, of->device->name()));
-          status.device = of->device->name();
+          status->device = of->device->name();
           raise(status);
         }
         headrace_selection next{reinterpret_cast<cudaStream_t>(choice.handle), choice.device, 1};

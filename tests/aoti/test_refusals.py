@@ -473,3 +473,22 @@ def test_a_cuda_library_says_that_its_kernels_need_a_gpu(tmp_path: Path) -> None
         "got host memory for its argument 0",
         device="cpu",
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(b"x", "expected a number in decimal, got 'x'"), (b"-", "got '-'"), (b"2", "of 2")]
+)
+def test_a_number_of_inputs_that_is_not_the_librarys_is_refused(value: bytes, words: str) -> None:
+    """OP3: the compile spec that says how many of an island's arguments are inputs."""
+    program = bytearray(raw())
+    at = program.index(b"headrace.inputs") - 8  # the key's length and the value's padding are between
+    assert program[at : at + 1] == b"1"
+    program[at : at + 1] = value
+    refused(
+        bytes(program),
+        headrace.ProgramError,
+        "compile spec 'headrace.inputs'",
+        words,
+        "export it again",
+        device="cpu",
+    )

@@ -199,12 +199,12 @@ void failure(const std::string& path) {
       headrace::Status status = multiply(*method, 1.0f);
       me = -1;
       CHECK(status.code() == ErrorCode::kDelegate);
-      CHECK(status.delegate == "NotThere");
-      CHECK(status.method == "forward");
-      CHECK(status.island == 0);
+      CHECK(status->delegate == "NotThere");
+      CHECK(status->method == "forward");
+      CHECK(status->island == 0);
       CHECK_HAS(status.message(), "forward, instruction 0, delegate 'NotThere': running failed: ");
-      CHECK(status.log.size() >= 1);
-      CHECK_HAS(status.log[0], ("thread " + std::to_string(k) + " has no luck").c_str());
+      CHECK(status->log.size() >= 1);
+      CHECK_HAS(status->log[0], ("thread " + std::to_string(k) + " has no luck").c_str());
       CHECK(multiply(*method, 0.5f).ok());
     }
   });
@@ -222,9 +222,9 @@ void thrown(const std::string& path) {
     };
     headrace::Status status = multiply(*method, 1.0f);
     CHECK(status.code() == ErrorCode::kDelegate);
-    CHECK(status.method == "forward");
-    CHECK(!status.log.empty());
-    CHECK_HAS(status.log.back(), "a delegate or kernel threw a C++ exception: on purpose");
+    CHECK(status->method == "forward");
+    CHECK(!status->log.empty());
+    CHECK_HAS(status->log.back(), "a delegate or kernel threw a C++ exception: on purpose");
     during = [] { return et::Error::Ok; };
     CHECK(multiply(*method, 0.5f).ok());
     in_threads(2, [&](int) { CHECK(multiply(*method, 2.0f).ok()); });
@@ -238,8 +238,8 @@ void refusal(const std::string& path) {
   at_init = et::Error::InvalidArgument;
   auto refused = headrace::Program::load(*file, {});
   CHECK(refused.status().code() == ErrorCode::kDelegate);
-  CHECK(refused.status().delegate == "NotThere");
-  CHECK_HAS(refused.status().log.at(0), "this payload is not for me");
+  CHECK(refused.status()->delegate == "NotThere");
+  CHECK_HAS(refused.status()->log.at(0), "this payload is not for me");
   at_init = et::Error::Ok;
   available = false;
   auto absent = headrace::Program::load(*file, {});

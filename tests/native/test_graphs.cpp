@@ -182,7 +182,7 @@ void refused(const std::string& path, const char* words) {
   std::vector<Value> outputs;
   auto graph = scene.method->capture(scene.inputs(1), {}, outputs);
   headrace::Status status = graph.status();
-  CHECK(status.code() == ErrorCode::kCapture && status.step == "check");
+  CHECK(status.code() == ErrorCode::kCapture && status->step == "check");
   if (status.message().find(words) == std::string::npos)
     std::fprintf(stderr, "%s\n", status.message().c_str());
   CHECK(status.message().find(words) != std::string::npos);
@@ -206,7 +206,7 @@ void failures(const std::string& path) {
     std::vector<Value> outputs;
     fails_in = stage;
     headrace::Status status = scene.method->capture(scene.inputs(1), {}, outputs).status();
-    CHECK(status.code() == ErrorCode::kCapture && status.step == (stage == 1 ? "warm-up" : "record"));
+    CHECK(status.code() == ErrorCode::kCapture && status->step == (stage == 1 ? "warm-up" : "record"));
     CHECK(outputs.empty());
     fails_in = -1;
     for (int step = 1; step < 4; ++step) {

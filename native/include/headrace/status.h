@@ -10,9 +10,9 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #define HEADRACE_API __attribute__((visibility("default")))
@@ -34,16 +34,9 @@ enum class ErrorCode {
   kEngine,               // ExecuTorch itself: a registry is full, another copy is in the way
 };
 
-class [[nodiscard]] Status {
- public:
-  Status() = default;
-  Status(ErrorCode code, std::string message) : code_(code), message_(std::move(message)) {}
-
-  bool ok() const { return code_ == ErrorCode::kOk; }
-  ErrorCode code() const { return code_; }
-  const std::string& message() const { return message_; }
-
-  // Which delegate, method and island the failure belongs to; empty or -1 where it belongs to none.
+// What belongs to a failure beside who must act and the message: which delegate, method and island; empty or
+// -1 where it belongs to none.
+struct Failure {
   std::string delegate;
   std::string method;
   int island = -1;
@@ -52,28 +45,59 @@ class [[nodiscard]] Status {
   std::vector<std::string> log;
   // What a language run time wants back when it raises this: Python's exception. Opaque here.
   std::shared_ptr<void> cause;
+};
+
+// One pointer, null where all is well: a call passes dozens of them. One that was moved from is kOk.
+class [[nodiscard]] Status {
+ public:
+  Status() = default;
+  Status(ErrorCode code, std::string message)
+      : told_(code == ErrorCode::kOk ? nullptr : std::make_unique<Told>(code, std::move(message))) {}
+  Status(const Status& other) : told_(other.ok() ? nullptr : std::make_unique<Told>(*other.told_)) {}
+  Status& operator=(const Status& other) {
+    if (this != &other) told_ = other.ok() ? nullptr : std::make_unique<Told>(*other.told_);
+    return *this;
+  }
+  Status(Status&&) noexcept = default;
+  Status& operator=(Status&&) noexcept = default;
+  ~Status() = default;
+
+  bool ok() const { return told_ == nullptr; }
+  ErrorCode code() const { return ok() ? ErrorCode::kOk : told_->code; }
+  const std::string& message() const {
+    static const std::string none;
+    return ok() ? none : told_->message;
+  }
+  // `status->log`. Precondition: !ok().
+  Failure* operator->() { return told_.get(); }
+  const Failure* operator->() const { return told_.get(); }
 
  private:
-  ErrorCode code_ = ErrorCode::kOk;
-  std::string message_;
+  struct Told : Failure {
+    Told(ErrorCode c, std::string m) : code(c), message(std::move(m)) {}
+    ErrorCode code;
+    std::string message;
+  };
+  std::unique_ptr<Told> told_;
 };
 
 // A value or the Status that says why there is none.
 template <class T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::in_place_index<0>, std::move(value)) {}         // NOLINT: implicit on purpose
-  Result(Status status) : value_(std::in_place_index<1>, std::move(status)) {}  // NOLINT: implicit on purpose
+  Result(T value) : value_(std::move(value)) {}          // NOLINT: implicit on purpose
+  Result(Status status) : status_(std::move(status)) {}  // NOLINT: implicit on purpose
 
-  bool ok() const { return value_.index() == 0; }
+  bool ok() const { return value_.has_value(); }
   // Precondition: ok().
-  T& operator*() { return std::get<0>(value_); }
-  T* operator->() { return &std::get<0>(value_); }
+  T& operator*() { return *value_; }
+  T* operator->() { return &*value_; }
   // kOk when there is a value.
-  Status status() const { return ok() ? Status() : std::get<1>(value_); }
+  Status status() const { return status_; }
 
  private:
-  std::variant<T, Status> value_;
+  std::optional<T> value_;
+  Status status_;
 };
 
 }  // namespace headrace

@@ -32,7 +32,7 @@ TEST(cpu_returns_a_failure_at_once_and_only_there) {
   DeviceRef cpu = cpu_device();
   Status status = cpu->call(0, [] { return Status(ErrorCode::kDelegate, "boom"); }, {});
   CHECK_REFUSED(status, kDelegate, "boom");
-  CHECK(status.device == "cpu");
+  CHECK(status->device == "cpu");
   CHECK_OK(cpu->synchronize(0));
 }
 

@@ -30,7 +30,7 @@ TEST(a_failure_is_returned_once_and_work_behind_it_is_skipped) {
     CHECK_OK(device.call(a, adds(value), {}));
     Status status = device.synchronize(a);
     CHECK_REFUSED(status, kDelegate, "boom");
-    CHECK(status.device == "sim:0");
+    CHECK(status->device == "sim:0");
     CHECK_EQ(value, 1);
     CHECK_OK(device.synchronize(a));
     CHECK_OK(device.synchronize());

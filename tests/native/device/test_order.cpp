@@ -274,7 +274,7 @@ TEST(handles_are_checked_by_name) {
   CHECK_OK(a->check_stream(mine));
   for (StreamHandle special : {0, 1, 2}) CHECK_OK(a->check_stream(special));
   CHECK_REFUSED(a->check_stream(theirs), kDevice, "sim:0", "sim:1");
-  CHECK_EQ(a->check_stream(theirs).device == "sim:0", true);
+  CHECK_EQ(a->check_stream(theirs)->device == "sim:0", true);
   CHECK_REFUSED(a->check_stream(0x7f0012345678), kInput, "0x7f0012345678", "no stream of sim:0 ever was");
   CHECK_REFUSED(a->check_stream(mine + 1), kInput, "ever was");
   CHECK_REFUSED(a->check_stream(3), kInput, "ever was");
