@@ -24,7 +24,8 @@ constexpr int32_t kBuffer = 2;
 }  // namespace
 
 Status Island::library_failed(const char* what, const std::string& said) {
-  return Status(ErrorCode::kDelegate, std::string("the library failed while ") + what + ": " + said +
+  return Status(ErrorCode::kDelegate, std::string("library: expected success while ") + what +
+                                          ", got: " + said +
                                           "; call it with values that the model accepts, or report this "
                                           "with the program");
 }
@@ -43,7 +44,7 @@ Status Island::failed(const char* what) const {
   if (why.ok()) return library_failed(what, said);
   ErrorCode code =
       shims::counts(arena_).code == cu::kNoBinaryForGpu ? ErrorCode::kDelegateUnavailable : why.code();
-  Status status(code, std::string("the library failed while ") + what + ": " + why.message());
+  Status status(code, std::string("library, while ") + what + ": " + why.message());
   status.device = device_->name();
   status.log.push_back(said);
   return status;
