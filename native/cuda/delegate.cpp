@@ -443,7 +443,7 @@ class CudaBackend final : public et::BackendInterface {
           any_host ? "expected its tensors on one device, got some on cpu and some in device memory; export "
                      "it with one target_device"
                    : "expected a thread bound to a device (headrace::DeviceGuard) for tensors in device "
-                     "memory, got none");
+                     "memory, got none; make a guard around the call");
     }
     Device& device = any_device ? *bound->device() : *cpu_device();
     StreamHandle stream = any_device ? bound->stream() : kPerThreadStream;
@@ -459,8 +459,9 @@ class CudaBackend final : public et::BackendInterface {
     std::vector<TensorView> inputs;
     for (size_t i = 0; i < count; ++i) inputs.push_back(view_of(args[i]->toTensor()));
     if (device.backend() == Backend::kCuda) {
-      return Status(ErrorCode::kDelegate,
-                    "expected memory that the host can use, got memory of " + device.name());
+      return Status(ErrorCode::kDelegate, "expected memory that the host can use, got memory of " +
+                                              device.name() +
+                                              "; bind the thread to another device, or export it for CUDA");
     }
     if (island.knows_sizes()) {
       auto sizes = island.output_sizes(inputs);

@@ -227,7 +227,8 @@ Result<int64_t> SizeExpression::value(std::span<const int64_t> symbols) const {
   std::vector<int64_t> stack;
   auto wrong = [](const char* what) {
     return Status(ErrorCode::kInput,
-                  std::string("expected a size that can be computed from the inputs', got ") + what);
+                  std::string("expected a size that can be computed from the inputs', got ") + what +
+                      "; call it with inputs of other sizes");
   };
   for (const Step& step : steps_) {
     if (step.kind == Step::Kind::kNumber) {

@@ -392,7 +392,8 @@ Result<LibraryFacts> read(const uint8_t* data, uint8_t* writable, size_t size) {
   try {
     return Image(data, writable, size).run();
   } catch (const Refusal& refusal) {
-    return Status(ErrorCode::kProgram, "expected a library that AOTInductor made, got " + refusal.text);
+    return Status(ErrorCode::kProgram,
+                  "expected a library that AOTInductor made, got " + refusal.text + "; export it again");
   }
 }
 

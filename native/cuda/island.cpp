@@ -23,6 +23,13 @@ constexpr int32_t kBuffer = 2;
 
 }  // namespace
 
+Status Island::library_failed(const char* what, const std::string& said) {
+  return Status(ErrorCode::kDelegate, std::string("library: expected success while ") + what +
+                                          ", got: " + said +
+                                          "; call it with values that the model accepts, or report this "
+                                          "with the program");
+}
+
 Status Island::failed(const char* what) const {
   const char* text = nullptr;
   std::string said;
@@ -30,15 +37,14 @@ Status Island::failed(const char* what) const {
   std::string shim = shims::take_error();
   if (!shim.empty() && said.find(shim) == std::string::npos) said = said.empty() ? shim : shim + "; " + said;
   if (said.empty()) said = "no reason given";
-  std::string where = std::string("the library failed while ") + what + ": ";
-  if (device_ == nullptr) return Status(ErrorCode::kDelegate, where + said);
+  if (device_ == nullptr) return library_failed(what, said);
   // What the device said is told as that; the library knows a text alone.
   Status why = temporaries_->failure();
   if (int32_t code = shims::counts(arena_).code; why.ok() && code != 0) why = gpu().failed("run", code);
-  if (why.ok()) return Status(ErrorCode::kDelegate, where + said);
+  if (why.ok()) return library_failed(what, said);
   ErrorCode code =
       shims::counts(arena_).code == cu::kNoBinaryForGpu ? ErrorCode::kDelegateUnavailable : why.code();
-  Status status(code, where + why.message());
+  Status status(code, std::string("library, while ") + what + ": " + why.message());
   status->device = device_->name();
   status->log.push_back(said);
   return status;
@@ -98,7 +104,8 @@ Status Island::open(const AotiPayload& payload, const IslandSources& sources) {
     temporaries_->begin(kPerThreadStream, false);
   }
   arena_ = shims::make_arena(device_ != nullptr ? &gpu : nullptr);
-  if (arena_ == nullptr) return Status(ErrorCode::kOutOfDeviceMemory, "expected host memory, got none");
+  if (arena_ == nullptr)
+    return Status(ErrorCode::kOutOfDeviceMemory, "expected host memory, got none; free memory");
   Inside now(arena_);
   void* stream = nullptr;
   if (device_ != nullptr) {
@@ -246,7 +253,7 @@ Status Island::bind(const AotiPayload& payload, const IslandSources& sources) {
         arena_, data, c.nbytes, dtype, static_cast<int>(c.sizes.size()), c.sizes.data(), c.strides.data(),
         c.offset, c.device == 0 ? shims::kCpu : shims::kCuda, c.device == 0 ? 0 : device_->ordinal());
     if (tensor == nullptr)
-      return Status(ErrorCode::kOutOfDeviceMemory, which + ": expected host memory, got none");
+      return Status(ErrorCode::kOutOfDeviceMemory, which + ": expected host memory, got none; free memory");
     pairs.push_back({name, tensor});
   }
   // What the library makes of them belongs to the arena, and ends with it.
@@ -319,10 +326,10 @@ Result<std::vector<std::vector<int64_t>>> Island::output_sizes(std::span<const T
     auto [input, dim] = spec_->symbols[k];
     const TensorView& view = inputs[static_cast<size_t>(input)];
     if (dim >= view.ndim) {
-      return Status(ErrorCode::kProgram, "compile spec 'headrace_host', symbol " +
-                                             quoted(spec_->symbol_names[k]) + ": expected dimension " +
-                                             std::to_string(dim) + " of input " + std::to_string(input) +
-                                             ", got " + describe(view));
+      return Status(ErrorCode::kProgram,
+                    "compile spec 'headrace_host', symbol " + quoted(spec_->symbol_names[k]) +
+                        ": expected dimension " + std::to_string(dim) + " of input " + std::to_string(input) +
+                        ", got " + describe(view) + "; the file is damaged, export it again");
     }
     symbols.push_back(view.sizes[static_cast<size_t>(dim)]);
   }

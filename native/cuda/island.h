@@ -107,6 +107,8 @@ class Island {
   Status bind(const AotiPayload& payload, const IslandSources& sources);
   Status bind_blob(const AotiPayload& payload, const IslandSources& sources);
   Status check_architecture() const;
+  // The library's own words for what it refused to do while `what`, and what to do about it.
+  static Status library_failed(const char* what, const std::string& said);
   Status failed(const char* what) const;
   CudaDevice& gpu() const;
   // The library's answer to one run, its outputs in `made`.

@@ -83,7 +83,7 @@ Status check_made(size_t i, const TensorView& made, int32_t device_type, int32_t
 }
 
 Status no_host_memory() {
-  return Status(ErrorCode::kOutOfDeviceMemory, "expected host memory for a call, got none");
+  return Status(ErrorCode::kOutOfDeviceMemory, "expected host memory for a call, got none; free memory");
 }
 
 bool meet(const void* a, size_t a_nbytes, const void* b, size_t b_nbytes) {
@@ -120,17 +120,18 @@ Status Island::call(RunTensors& tensors, StreamHandle stream) {
   } catch (const std::exception& error) {
     // AOTInductor's own functions let none out; the engine must not meet one.
     std::fill(made.begin(), made.end(), nullptr);
-    return Status(ErrorCode::kDelegate, std::string("the library failed while it ran: ") + error.what());
+    return library_failed("it ran", error.what());
   }
   if (code != 0 || (device_ != nullptr && shims::counts(arena_).code != 0)) {
     if (code != 0) std::fill(made.begin(), made.end(), nullptr);
     return failed("it ran");
   }
   std::string check = Inside::failed_check(before);
-  if (!check.empty()) return Status(ErrorCode::kDelegate, "the library failed while it ran: " + check);
+  if (!check.empty()) return library_failed("it ran", check);
   for (size_t i = 0; i < made.size(); ++i) {
     if (made[i] == nullptr) {
-      return Status(ErrorCode::kDelegate, "output " + std::to_string(i) + ": expected a tensor, got none");
+      return Status(ErrorCode::kDelegate,
+                    "output " + std::to_string(i) + ": expected a tensor, got none; export it again");
     }
   }
   return {};

@@ -40,12 +40,14 @@ Result<void*> shims_handle() {
   static const Result<void*> handle = []() -> Result<void*> {
     Dl_info info{};
     if (dladdr(reinterpret_cast<void*>(&shims::make_arena), &info) == 0 || info.dli_fname == nullptr) {
-      return Status(ErrorCode::kEngine, "libheadrace_shims.so: expected to find where it lies, got nothing");
+      return Status(ErrorCode::kEngine,
+                    "libheadrace_shims.so: expected to find where it lies, got nothing; reinstall headrace");
     }
     void* opened = dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_GLOBAL | RTLD_NODELETE);
     if (opened == nullptr) {
-      return Status(ErrorCode::kEngine,
-                    std::string(info.dli_fname) + ": expected to make its names visible, got: " + reason());
+      return Status(ErrorCode::kEngine, std::string(info.dli_fname) +
+                                            ": expected to make its names visible, got: " + reason() +
+                                            "; reinstall headrace");
     }
     return opened;
   }();

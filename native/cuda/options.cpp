@@ -67,8 +67,8 @@ Status CudaOptions::set(const std::string& key, const std::variant<bool, int, st
   const auto* flag = std::get_if<bool>(&value);
   const auto* text = std::get_if<std::string>(&value);
   if (known->flag ? flag == nullptr : text == nullptr) {
-    return Status(ErrorCode::kOption,
-                  where + "expected " + (known->flag ? "a bool" : "a text") + ", got " + kind_of(value));
+    return Status(ErrorCode::kOption, where + "expected " + (known->flag ? "a bool" : "a text") + ", got " +
+                                          kind_of(value) + "; pass that, or leave the option out");
   }
   bool asked = flag != nullptr ? *flag : !text->empty();
   if (asked && !known->refused.empty()) {
@@ -79,8 +79,8 @@ Status CudaOptions::set(const std::string& key, const std::variant<bool, int, st
   if (key == "library_directory" && asked) {
     struct stat info{};
     if (text->front() != '/' || stat(text->c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
-      return Status(ErrorCode::kOption,
-                    where + "expected the absolute path of a folder, got " + quoted(*text));
+      return Status(ErrorCode::kOption, where + "expected the absolute path of a folder, got " +
+                                            quoted(*text) + "; make it, and give its whole path");
     }
     library_directory = *text;
   }

@@ -188,7 +188,8 @@ void Ring::close() {
 Result<BlockRef> Ring::take(size_t nbytes, StreamHandle stream, const EventRef& behind) {
   size_t capacity = nbytes ? (nbytes + 63) / 64 * 64 : 64;
   if (capacity < nbytes)
-    return Status(ErrorCode::kOutOfDeviceMemory, "expected a size that 64 bits can count, got more");
+    return Status(ErrorCode::kOutOfDeviceMemory,
+                  "expected a size that 64 bits can count, got more; ask for less");
   Block* block = nullptr;
   {
     std::lock_guard lock(mutex_);

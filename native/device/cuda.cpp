@@ -43,11 +43,11 @@ const char* advice_for(cu::Code code) {
     case cu::kCaptureInvalidated:
       return "end the capture, and keep what broke it out of the next one";
     case cu::kDeinitialized:
-      return "the process is ending";
+      return "make no calls once the process is ending";
     case cu::kNoBinaryForGpu:
       return "export the program for this GPU";
     case cu::kNotSupported:
-      return "the device or the driver's mode (MIG, MPS, vGPU) does not offer it";
+      return "use a GPU and a driver mode that offer it (MIG, MPS and vGPU lack some)";
     default:
       break;
   }

@@ -37,7 +37,8 @@ const Known& known(DType dtype) {
   for (const Known& one : kKnown) {
     if (one.dtype == dtype) return one;
   }
-  raise(Status(ErrorCode::kInput, "expected a dtype of numbers, got " + dtype_name(dtype)));
+  raise(Status(ErrorCode::kInput, "expected a dtype of numbers, got " + dtype_name(dtype) +
+                                      "; export the program with one that NumPy or DLPack has"));
 }
 
 bool from_numpy_type(int type, DType& dtype) {
@@ -67,14 +68,14 @@ bool from_numpy_type(int type, DType& dtype) {
     if (const char* utf8 = PyUnicode_AsUTF8(text.ptr())) what += std::string(": ") + utf8;
   }
   PyErr_Clear();
-  bad_input(method, role, index, what);
+  bad_input(method, role, index, what + "; do what that says, or pass a NumPy array of it");
 }
 
 // Reads the view of a NumPy array; false, with `what` set, where it cannot be read as it is.
 bool view_numpy(PyArrayObject* array, TensorView& view, std::string& what) {
   int ndim = PyArray_NDIM(array);
   if (ndim > static_cast<int>(kMaxDims)) {
-    what = "expected at most 16 dimensions, got " + std::to_string(ndim);
+    what = "expected at most 16 dimensions, got " + std::to_string(ndim) + "; reshape it";
     return false;
   }
   PyArray_Descr* descr = PyArray_DESCR(array);
@@ -84,7 +85,7 @@ bool view_numpy(PyArrayObject* array, TensorView& view, std::string& what) {
       view.dtype = DType::kBFloat16;
     } else {
       what = "expected an array of numbers, got dtype " +
-             std::string(nb::str(nb::handle((PyObject*)descr)).c_str());
+             std::string(nb::str(nb::handle((PyObject*)descr)).c_str()) + "; convert it with astype()";
       return false;
     }
   }
@@ -104,7 +105,7 @@ bool view_numpy(PyArrayObject* array, TensorView& view, std::string& what) {
 
 bool view_dlpack(const dl::Tensor& t, TensorView& view, std::string& what) {
   if (t.ndim < 0 || t.ndim > static_cast<int>(kMaxDims)) {
-    what = "expected at most 16 dimensions, got " + std::to_string(t.ndim);
+    what = "expected at most 16 dimensions, got " + std::to_string(t.ndim) + "; reshape it";
     return false;
   }
   const Known* type = nullptr;
@@ -114,7 +115,7 @@ bool view_dlpack(const dl::Tensor& t, TensorView& view, std::string& what) {
   }
   if (type == nullptr) {
     what = "expected an array of numbers, got DLPack type code " + std::to_string(t.dtype.code) + " of " +
-           std::to_string(t.dtype.bits) + " bits";
+           std::to_string(t.dtype.bits) + " bits; convert it before calling";
     return false;
   }
   view.dtype = type->dtype;
@@ -128,7 +129,7 @@ bool view_dlpack(const dl::Tensor& t, TensorView& view, std::string& what) {
   view.device = {host ? DeviceKind::kCpu : DeviceKind::kCuda, static_cast<int8_t>(host ? 0 : t.device.id)};
   if (!host && t.device.type != dl::kCuda && t.device.type != dl::kCudaManaged) {
     what = "expected an array on the host or on a CUDA device, got DLPack device type " +
-           std::to_string(t.device.type);
+           std::to_string(t.device.type) + "; copy it to the host first";
     return false;
   }
   return true;
@@ -179,7 +180,8 @@ DType dtype_by_name(nb::handle dtype, const char* where) {
   PyErr_Clear();
   raise(Status(ErrorCode::kInput,
                std::string(where) + ": expected a dtype such as 'float32' or 'bfloat16', got " +
-                   (name.empty() ? nb::cast<std::string>(nb::repr(dtype)) : "'" + name + "'")));
+                   (name.empty() ? nb::cast<std::string>(nb::repr(dtype)) : "'" + name + "'") +
+                   "; name another"));
 }
 
 size_t set_shape(TensorView& view, nb::handle shape, const char* where) {
@@ -188,12 +190,12 @@ size_t set_shape(TensorView& view, nb::handle shape, const char* where) {
   if (!given.is_valid()) {
     PyErr_Clear();
     raise(Status(ErrorCode::kInput, std::string(where) + ": expected a shape as a sequence of ints, got " +
-                                        Py_TYPE(shape.ptr())->tp_name));
+                                        Py_TYPE(shape.ptr())->tp_name + "; pass a tuple such as (2, 3)"));
   }
   auto dims = nb::borrow<nb::tuple>(given);
   if (dims.size() > kMaxDims) {
     raise(Status(ErrorCode::kInput, std::string(where) + ": expected at most 16 dimensions, got " +
-                                        std::to_string(dims.size())));
+                                        std::to_string(dims.size()) + "; merge some of them"));
   }
   view.ndim = static_cast<int>(dims.size());
   size_t nbytes = itemsize(view.dtype);
@@ -202,13 +204,14 @@ size_t set_shape(TensorView& view, nb::handle shape, const char* where) {
     if (!nb::try_cast(dims[d], size)) {
       raise(Status(ErrorCode::kInput, std::string(where) + ": expected sizes as ints of 64 bits, got " +
                                           nb::cast<std::string>(nb::repr(dims[d])) + " in dimension " +
-                                          std::to_string(d)));
+                                          std::to_string(d) + "; convert it with int()"));
     }
     view.sizes[d] = size;
     if (size < 0 || size > INT32_MAX || __builtin_mul_overflow(nbytes, static_cast<size_t>(size), &nbytes)) {
       raise(Status(ErrorCode::kInput, std::string(where) +
                                           ": expected sizes of 0 or more that memory can hold, got " +
-                                          std::to_string(size) + " in dimension " + std::to_string(d)));
+                                          std::to_string(size) + " in dimension " + std::to_string(d) +
+                                          "; choose sizes within that"));
     }
   }
   set_dense_strides(view);
@@ -273,7 +276,7 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
     value.int_value = PyLong_AsLongLong(o);
     if (value.int_value == -1 && PyErr_Occurred()) {
       PyErr_Clear();
-      bad_input(method, role, index, "expected an int of 64 bits, got a larger one");
+      bad_input(method, role, index, "expected an int of 64 bits, got a larger one; pass a smaller one");
     }
     return value;
   }
@@ -287,7 +290,7 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
     const char* text = PyUnicode_AsUTF8AndSize(o, &size);
     if (text == nullptr) {
       PyErr_Clear();
-      bad_input(method, role, index, "expected text, got a str with lone surrogates");
+      bad_input(method, role, index, "expected text, got a str with lone surrogates; remove them");
     }
     value.kind = Value::Kind::kString;
     value.string_value.assign(text, static_cast<size_t>(size));
@@ -303,9 +306,10 @@ Value to_value(nb::handle object, Value::Kind expected, nb::object& keep, const 
       refused(e, "an array that gives itself by DLPack", method, role, index);
     }
     if (!PyCapsule_IsValid(keep.ptr(), "dltensor")) {
-      bad_input(
-          method, role, index,
-          "expected a capsule 'dltensor' from __dlpack__, got " + std::string(Py_TYPE(keep.ptr())->tp_name));
+      bad_input(method, role, index,
+                "expected a capsule 'dltensor' from __dlpack__, got " +
+                    std::string(Py_TYPE(keep.ptr())->tp_name) +
+                    "; report it to the library whose array it is, or pass a NumPy array of it");
     }
     // The capsule stays as it is: whoever made it frees the tensor when the capsule goes.
     auto* managed = static_cast<dl::ManagedTensor*>(PyCapsule_GetPointer(keep.ptr(), "dltensor"));
@@ -344,13 +348,14 @@ Value to_out(nb::handle object, nb::object& keep, const std::string& method, siz
   PyObject* array = PyArray_Check(object.ptr()) ? object.ptr() : keep.ptr();
   if (PyArray_IsScalar(object.ptr(), Generic) ||
       (array != nullptr && PyArray_Check(array) && !PyArray_ISWRITEABLE((PyArrayObject*)array))) {
-    bad_input(method, "out", index, "expected an array that can be written, got a read-only one");
+    bad_input(method, "out", index,
+              "expected an array that can be written, got a read-only one; pass a copy to be written to");
   }
   for (size_t d = 0; d < static_cast<size_t>(value.tensor.ndim); ++d) {
     if (value.tensor.sizes[d] > 1 && value.tensor.strides_bytes[d] == 0) {
       bad_input(method, "out", index,
                 "expected memory of its own for every element, got a stride of 0 in dimension " +
-                    std::to_string(d));
+                    std::to_string(d) + "; pass an array that was not broadcast");
     }
   }
   return value;

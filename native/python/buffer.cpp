@@ -75,13 +75,13 @@ void hand_over(const Buffer& buffer, nb::handle stream) {
   int64_t handle = kLegacyStream;
   if (!stream.is_none() && !nb::try_cast(stream, handle)) {
     raise(Status(ErrorCode::kInput, std::string("Buffer.__dlpack__: expected a stream as an int, got ") +
-                                        Py_TYPE(stream.ptr())->tp_name));
+                                        Py_TYPE(stream.ptr())->tp_name + "; pass its address, or None"));
   }
   if (handle == -1) return;
   if (handle <= 0) {
     raise(Status(ErrorCode::kInput,
                  "Buffer.__dlpack__: expected a stream of 1, 2 or an address, or -1 for none, got " +
-                     std::to_string(handle) + " (DLPack forbids 0)"));
+                     std::to_string(handle) + " (DLPack forbids 0); pass 1 for the legacy stream"));
   }
   order_before(buffer, static_cast<StreamHandle>(handle));
 }
@@ -92,8 +92,11 @@ nb::dict cuda_array_interface(const Buffer& buffer) {
   check_lease(buffer, "Buffer.__cuda_array_interface__");
   int type = numpy_type(buffer.view.dtype);
   if (backend_of(buffer) != Backend::kCuda)
-    throw nb::attribute_error("__cuda_array_interface__: the memory is not a GPU's");
-  if (type < 0) throw nb::attribute_error("__cuda_array_interface__: it has no such dtype; use DLPack");
+    throw nb::attribute_error(
+        "__cuda_array_interface__: expected memory of a GPU, got another device's; call numpy()");
+  if (type < 0)
+    throw nb::attribute_error(
+        "__cuda_array_interface__: expected a dtype that it has, got bfloat16; use DLPack");
   StreamHandle stream = buffer.block ? kPerThreadStream : buffer.lent_on;
   order_before(buffer, stream);
   nb::list shape, strides;
@@ -118,15 +121,16 @@ nb::object to_dlpack(const Buffer& buffer, nb::handle stream, nb::handle, nb::ha
   check_lease(buffer, "Buffer.__dlpack__");
   if (!buffer.block && buffer.device && backend_of(buffer) != Backend::kCuda) {
     raise(Status(ErrorCode::kInput,
-                 "Buffer.__dlpack__: expected memory of its own, got memory lent for a call"));
+                 "Buffer.__dlpack__: expected memory of its own, got memory lent for a call; call numpy() in "
+                 "a function given to stream.call()"));
   }
   dl::Device here = dlpack_device(buffer);
   if (!device.is_none()) {
     std::pair<int, int> wanted;
     if (!nb::try_cast(device, wanted) || wanted.first != here.type || wanted.second != here.id) {
       raise(Status(ErrorCode::kInput, "Buffer.__dlpack__: expected its own device " + device_text(buffer) +
-                                          ", got DLPack's device " +
-                                          nb::cast<std::string>(nb::repr(device))));
+                                          ", got DLPack's device " + nb::cast<std::string>(nb::repr(device)) +
+                                          "; leave device= out, and copy it afterwards"));
     }
   }
   if (copy.is(nb::bool_(true))) {
@@ -176,12 +180,15 @@ std::pair<TensorView, nb::object> on_host(const Buffer& buffer) {
     return {buffer.view, owner};
   }
   if (!buffer.block) {
-    raise(Status(ErrorCode::kInput,
-                 "Buffer.numpy: expected " +
-                     std::string(backend_of(buffer) == Backend::kCuda
-                                     ? "memory of its own"
-                                     : "to be inside stream.call, where the device's work runs") +
-                     ", got memory of " + device_text(buffer) + " that a running call lent"));
+    raise(
+        Status(ErrorCode::kInput,
+               "Buffer.numpy: expected " +
+                   std::string(backend_of(buffer) == Backend::kCuda
+                                   ? "memory of its own"
+                                   : "to be inside stream.call, where the device's work runs") +
+                   ", got memory of " + device_text(buffer) + " that a running call lent; " +
+                   (backend_of(buffer) == Backend::kCuda ? "copy it with Device.to_device() first"
+                                                         : "call it in a function given to stream.call()")));
   }
   Device& device = *buffer.device->device;
   size_t nbytes = buffer.view.nbytes();
@@ -296,9 +303,9 @@ void bind_buffer(nb::module_& m) {
           "resize",
           [](Buffer& b, nb::handle shape) {
             if (b.most < 0) {
-              raise(
-                  Status(ErrorCode::kInput,
-                         "Buffer.resize: expected a dense output of a running delegate, got another Buffer"));
+              raise(Status(ErrorCode::kInput,
+                           "Buffer.resize: expected a dense output of a running delegate, got another "
+                           "Buffer; call it in run(), on one of its outputs"));
             }
             check_lease(b, "Buffer.resize");
             if (!b.loan->running()) {
@@ -311,7 +318,8 @@ void bind_buffer(nb::module_& m) {
             if (view.ndim != b.view.ndim || view.numel() > b.most) {
               raise(Status(ErrorCode::kInput, "Buffer.resize: expected at most " + std::to_string(b.most) +
                                                   " elements in " + std::to_string(b.view.ndim) +
-                                                  " dimensions, got " + headrace::describe(view)));
+                                                  " dimensions, got " + headrace::describe(view) +
+                                                  "; keep within the plan, or export it with wider bounds"));
             }
             b.view = view;
           },
@@ -324,7 +332,8 @@ void bind_buffer(nb::module_& m) {
           [](const Buffer& b, nb::handle dtype, nb::handle copy) {
             bool device = backend_of(b) != Backend::kCpu;
             if (device && copy.is(nb::bool_(false))) {
-              throw nb::value_error("Buffer.__array__: device memory cannot be a NumPy array without a copy");
+              throw nb::value_error(
+                  "Buffer.__array__: expected copy=None or True for device memory, got False; leave it out");
             }
             nb::object array = to_numpy(b);
             if (dtype.is_none() && !copy.is(nb::bool_(true))) return array;

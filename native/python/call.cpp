@@ -4,6 +4,8 @@ namespace headrace {
 
 namespace {
 
+constexpr char kOnePerOutput[] = "; pass a list of one array, or None, for each output";
+
 // GC6: a green context does not keep others off its SMs.
 void warn_outside_lanes(const Method& method) {
   std::string text = method.name() + ": runs outside every lane of " + method.device()->name() +
@@ -39,12 +41,12 @@ CallArguments::CallArguments(const Method& method, nb::tuple inputs, nb::handle 
     if (!arrays_.is_valid()) {
       PyErr_Clear();
       raise(Status(ErrorCode::kInput, method.name() + ", out: expected a sequence of arrays, got " +
-                                          Py_TYPE(out.ptr())->tp_name));
+                                          Py_TYPE(out.ptr())->tp_name + kOnePerOutput));
     }
     size_t given_count = nb::len(arrays_);
     if (given_count != num_outputs) {
       raise(Status(ErrorCode::kInput, method.name() + ", out: expected " + std::to_string(num_outputs) +
-                                          " arrays, got " + std::to_string(given_count)));
+                                          " arrays, got " + std::to_string(given_count) + kOnePerOutput));
     }
     keep_.resize(count + given_count);
     for (size_t i = 0; i < given_count; ++i) {

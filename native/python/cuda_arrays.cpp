@@ -10,6 +10,9 @@ namespace headrace {
 
 namespace {
 
+// Of arrays whose owner breaks the protocol that it gives them by.
+constexpr char kOwnersFault[] = "; report it to the library whose array it is, or pass a copy on the host";
+
 [[noreturn]] void bad(const std::string& message, const std::string& what) {
   raise(Status(ErrorCode::kInput, message + ": " + what));
 }
@@ -48,7 +51,8 @@ bool is_cuda_dlpack(nb::handle object) {
   nb::object device = object.attr("__dlpack_device__")();
   if (!nb::try_cast(device, said)) {
     raise(Status(ErrorCode::kInput, "__dlpack_device__: expected a tuple of two ints, got " +
-                                        std::string(Py_TYPE(device.ptr())->tp_name) + " of other things"));
+                                        std::string(Py_TYPE(device.ptr())->tp_name) + " of other things" +
+                                        kOwnersFault));
   }
   int type = said.first;
   return type == dl::kCuda || type == dl::kCudaManaged;
@@ -81,17 +85,19 @@ nb::object cuda_dlpack(nb::handle object, const Reader& reader, const std::strin
 TensorView cuda_array(nb::handle object, const Reader& reader, bool write, const std::string& message) {
   nb::dict face;
   if (!nb::try_cast(nb::object(object.attr("__cuda_array_interface__")), face))
-    bad(message, "expected __cuda_array_interface__ to be a dict, got another object");
+    bad(message,
+        std::string("expected __cuda_array_interface__ to be a dict, got another object") + kOwnersFault);
   if (!reads_cuda(reader)) elsewhere(message, reader, "a GPU (__cuda_array_interface__)");
   for (const char* key : {"shape", "typestr", "data", "version"}) {
     if (!face.contains(key))
-      bad(message, std::string("expected __cuda_array_interface__ with '") + key + "', got none");
+      bad(message,
+          std::string("expected __cuda_array_interface__ with '") + key + "', got none" + kOwnersFault);
   }
   // Whatever the producer put there.
   auto member = [&](const char* key, auto& out, const char* expected) {
     if (!nb::try_cast(nb::object(face[key]), out))
       bad(message, std::string("expected '") + key + "' of __cuda_array_interface__ to be " + expected +
-                       ", got another object");
+                       ", got another object" + kOwnersFault);
   };
   int version = 0;
   member("version", version, "an int");
@@ -101,26 +107,27 @@ TensorView cuda_array(nb::handle object, const Reader& reader, bool write, const
         "got an "
         "older one; pass the array by DLPack");
   if (face.contains("mask") && !nb::object(face["mask"]).is_none())
-    bad(message, "expected an array without a mask, got one with a mask");
+    bad(message, "expected an array without a mask, got one with a mask; pass its data alone");
   TensorView view;
   std::string typestr;
   member("typestr", typestr, "text");
   if (!dtype_by_typestr(typestr, view.dtype))
-    bad(message, "expected an array of numbers, got '" + typestr + "'");
+    bad(message, "expected an array of numbers, got '" + typestr + "'; convert it before calling");
   std::vector<int64_t> shape, steps;
   member("shape", shape, "a tuple of ints");
   if (shape.size() > kMaxDims)
-    bad(message, "expected at most 16 dimensions, got " + std::to_string(shape.size()));
+    bad(message, "expected at most 16 dimensions, got " + std::to_string(shape.size()) + "; reshape it");
   bool strided = face.contains("strides") && !nb::object(face["strides"]).is_none();
   if (strided) member("strides", steps, "None or a tuple of ints");
   if (strided && steps.size() != shape.size())
     bad(message, "expected as many strides as sizes, got " + std::to_string(steps.size()) + " and " +
-                     std::to_string(shape.size()));
+                     std::to_string(shape.size()) + kOwnersFault);
   view.ndim = static_cast<int>(shape.size());
   view.device = {DeviceKind::kCuda, static_cast<int8_t>(reader.device->ordinal())};
   for (size_t d = 0; d < shape.size(); ++d) {
     view.sizes[d] = shape[d];
-    if (view.sizes[d] < 0) bad(message, "expected sizes of 0 or more, got " + std::to_string(view.sizes[d]));
+    if (view.sizes[d] < 0)
+      bad(message, "expected sizes of 0 or more, got " + std::to_string(view.sizes[d]) + kOwnersFault);
   }
   set_dense_strides(view);
   std::copy(steps.begin(), steps.end(), view.strides_bytes.begin());
@@ -128,7 +135,8 @@ TensorView cuda_array(nb::handle object, const Reader& reader, bool write, const
   member("data", data, "a tuple of an address and a bool");
   auto [address, read_only] = data;
   view.data = reinterpret_cast<void*>(address);
-  if (write && read_only) bad(message, "expected an array that can be written, got a read-only one");
+  if (write && read_only)
+    bad(message, "expected an array that can be written, got a read-only one; pass a copy to be written to");
   confirm(view, reader, message);
   nb::object stream = face.contains("stream") ? nb::object(face["stream"]) : nb::object(nb::none());
   if (stream.is_none()) return view;  // it needs no order, its owner says
@@ -136,7 +144,7 @@ TensorView cuda_array(nb::handle object, const Reader& reader, bool write, const
   member("stream", handle, "None or an int");
   if (handle <= 0)
     bad(message, "expected a stream of 1, 2 or an address, got " + std::to_string(handle) +
-                     " (the array interface forbids 0)");
+                     " (the array interface forbids 0)" + kOwnersFault);
   check(reader.device->check_stream(static_cast<StreamHandle>(handle)));
   check(reader.device->check_stream(reader.stream));
   if (!captures(reader)) order_before(reader, static_cast<StreamHandle>(handle));
@@ -155,10 +163,10 @@ void confirm(const TensorView& view, const Reader& reader, const std::string& me
     elsewhere(message, reader, "cuda:" + std::to_string(info.device_id));
   if (info.kind != PointerInfo::Kind::kDevice)
     bad(message, "expected memory that the driver knows as " + reader.device->name() + "'s, got " + hex(low) +
-                     ", which it does not");
+                     ", which it does not; pass memory that CUDA allocated there, or a copy on the host");
   if (high - reinterpret_cast<uintptr_t>(info.base) > info.nbytes)
     bad(message, "expected an array inside one allocation, got one that leaves the " +
-                     std::to_string(info.nbytes) + " bytes at " + hex(info.base));
+                     std::to_string(info.nbytes) + " bytes at " + hex(info.base) + kOwnersFault);
 }
 
 }  // namespace headrace

@@ -176,7 +176,8 @@ class PyBackend final : public et::BackendInterface {
     const DeviceGuard* bound = DeviceGuard::current();
     if (bound == nullptr) {
       return tell(failure(loaded, ErrorCode::kDevice,
-                          "expected a thread bound to a device (headrace::DeviceGuard), got none"),
+                          "expected a thread bound to a device (headrace::DeviceGuard), got none; make a "
+                          "guard before the call"),
                   et::Error::InvalidState);
     }
     GilAcquire gil;
@@ -224,7 +225,9 @@ class PyBackend final : public et::BackendInterface {
       } shut{open};  // on every way out
       nb::object named =
           nb::cpp_function([map = context.get_named_data_map(), open](const std::string& key) -> nb::object {
-            if (!*open) throw nb::value_error("named data can be read while a delegate loads, not later");
+            if (!*open)
+              throw nb::value_error(
+                  "named data: expected to be read in load(), got a read after it; keep what load() reads");
             if (map == nullptr) throw nb::key_error(key.c_str());
             auto data = map->get_data(key);
             if (!data.ok()) throw nb::key_error(key.c_str());
@@ -359,9 +362,10 @@ void define(const std::string& name, nb::object cls, bool payload_is_code) {
   auto at = backends().find(name);
   if (at == backends().end()) {
     if (et::get_backend_class(name.c_str()) != nullptr) {
-      raise(Status(
-          ErrorCode::kEngine,
-          "delegate '" + name + "': expected a name that is free, got one that a native delegate has"));
+      raise(
+          Status(ErrorCode::kEngine,
+                 "delegate '" + name +
+                     "': expected a name that is free, got one that a native delegate has; choose another"));
     }
     auto* backend = new PyBackend(name);
     // The engine keeps the pointer to the name; the key of the map stays where it is.

@@ -74,7 +74,9 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
   // Made dense by NumPy; host memory of any layout comes in.
   if (!is_dense(value.tensor)) {
     if (value.device != nullptr) {
-      raise(Status(ErrorCode::kInput, "Device.to_device: expected dense device memory, got a strided view"));
+      raise(Status(ErrorCode::kInput,
+                   "Device.to_device: expected dense device memory, got a strided view; make it contiguous "
+                   "first, or pass a copy on the host"));
     }
     source = nb::module_::import_("numpy").attr("ascontiguousarray")(source);
     value =
@@ -94,15 +96,17 @@ nb::object to_device(const PyDeviceRef& self, nb::handle array, nb::handle strea
     target = nb::cast<Buffer*>(result);
   } else if (!nb::try_cast(out, target) || target == nullptr || target->device != self || !target->block) {
     bool lent = target != nullptr && target->lent();
-    raise(Status(ErrorCode::kInput, "Device.to_device, out: expected a Buffer of " + self->device->name() +
-                                        (lent ? " with memory of its own, got memory lent for a call"
-                                              : ", got another object")));
+    raise(Status(ErrorCode::kInput,
+                 "Device.to_device, out: expected a Buffer of " + self->device->name() +
+                     (lent ? " with memory of its own, got memory lent for a call" : ", got another object") +
+                     "; pass one that empty() gave, or none"));
   } else if (target->view.dtype != value.tensor.dtype || target->view.ndim != value.tensor.ndim ||
              !std::equal(value.tensor.sizes.begin(), value.tensor.sizes.begin() + value.tensor.ndim,
                          target->view.sizes.begin()) ||
              !is_dense(target->view)) {
     raise(Status(ErrorCode::kInput, "Device.to_device, out: expected a dense " + describe(value.tensor) +
-                                        ", got " + describe(target->view)));
+                                        ", got " + describe(target->view) +
+                                        "; pass one of that dtype and shape, or none"));
   } else {
     check(unlocked([&] { return target->block->order(handle, true); }));
   }
@@ -139,7 +143,8 @@ std::shared_ptr<SimDevice> sim_of(PyDevice& device, const char* what) {
   auto sim = std::dynamic_pointer_cast<SimDevice>(device.device);
   if (!sim) {
     raise(Status(ErrorCode::kDevice,
-                 device.device->name() + ", " + what + ": expected a simulated device, got a real one"));
+                 device.device->name() + ", " + what +
+                     ": expected a simulated device, got a real one; open one with headrace.device('sim')"));
   }
   return sim;
 }
@@ -320,7 +325,7 @@ void bind_devices(nb::module_& m) {
             if (in_host_function()) {
               raise(Status(ErrorCode::kDevice, self.device->name() +
                                                    ", drop_pending: expected a call from outside every host "
-                                                   "function, got one from inside"));
+                                                   "function, got one from inside; call it behind them"));
             }
             unlocked([&] {
               sim->drop_pending();

@@ -32,7 +32,7 @@ std::shared_ptr<const Bytes> bytes_of(nb::handle source, const char* what) {
   }
   std::string text(PyBytes_AS_STRING(path.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(path.ptr())));
   if (text.find('\0') != std::string::npos) {
-    raise(Status(ErrorCode::kProgram, text + ": expected a path, got one with a null character"));
+    raise(Status(ErrorCode::kProgram, text + ": expected a path, got one with a null character; remove it"));
   }
   Result<std::shared_ptr<const Bytes>> file = Status();
   {
@@ -78,8 +78,8 @@ std::shared_ptr<Program> load(nb::handle source, nb::sequence data, int instance
 
 nb::tuple call(Method& method, nb::tuple inputs, nb::object stream, nb::object out, nb::object strict) {
   if (!PyBool_Check(strict.ptr())) {
-    raise(Status(ErrorCode::kInput,
-                 method.name() + ", strict: expected a bool, got " + Py_TYPE(strict.ptr())->tp_name));
+    raise(Status(ErrorCode::kInput, method.name() + ", strict: expected a bool, got " +
+                                        Py_TYPE(strict.ptr())->tp_name + "; pass True or False"));
   }
   CallArguments args(method, inputs, stream, out);
   CallOptions options{args.on, strict.is(nb::bool_(true))};

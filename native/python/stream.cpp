@@ -13,10 +13,24 @@ namespace headrace {
 
 namespace {
 
+// What belongs to another device than `device`.
+[[noreturn]] void elsewhere(const std::string& where, const std::string& expected, const std::string& got,
+                            const Device& device, const char* advice) {
+  Status status(ErrorCode::kDevice, where + ": expected " + expected + ", got " + got + "; " + advice);
+  status->device = device.name();
+  raise(status);
+}
+
+[[noreturn]] void stream_elsewhere(const std::string& where, const Device& device, int32_t got) {
+  elsewhere(where, "a stream of " + device.name(), "one of " + device_name_of(got, device.name()), device,
+            "pass a stream of that device");
+}
+
 StreamHandle usable(const PyStream& stream) {
   if (stream.closed) {
-    raise(Status(ErrorCode::kInput, "stream: expected an open stream of " + stream.device->device->name() +
-                                        ", got one that was closed"));
+    raise(Status(ErrorCode::kInput,
+                 "stream: expected an open stream of " + stream.device->device->name() +
+                     ", got one that was closed; use one that is open, or make one with stream()"));
   }
   return stream.handle;
 }
@@ -39,13 +53,8 @@ PyStreamRef make_stream(const PyDeviceRef& device, StreamHandle handle) {
 StreamHandle stream_or_own(nb::handle stream, const DeviceRef& device, const char* where) {
   if (stream.is_none()) return kPerThreadStream;
   StreamChoice choice = to_stream(stream, device, where);
-  if (choice.device != -1 && choice.device != device->id()) {
-    Status status(ErrorCode::kDevice, std::string(where) + ", stream: expected a stream of " +
-                                          device->name() + ", got one of " +
-                                          device_name_of(choice.device, device->name()));
-    status->device = device->name();
-    raise(status);
-  }
+  if (choice.device != -1 && choice.device != device->id())
+    stream_elsewhere(std::string(where) + ", stream", *device, choice.device);
   return choice.handle;
 }
 
@@ -88,21 +97,20 @@ struct Touched {
 Touched touched_by(const PyStream& stream, nb::iterable reads, nb::iterable writes, const char* where) {
   Touched out;
   for (auto [list, write] : {std::pair{reads, false}, std::pair{writes, true}}) {
+    std::string side = std::string(where) + (write ? ", writes" : ", reads");
     for (nb::handle item : list) {
       Buffer* buffer = nullptr;
       if (!nb::try_cast(item, buffer) || buffer == nullptr) {
-        raise(Status(ErrorCode::kInput, std::string(where) + (write ? ", writes" : ", reads") +
-                                            ": expected Buffers, got " + Py_TYPE(item.ptr())->tp_name));
+        raise(Status(ErrorCode::kInput, side + ": expected Buffers, got " + Py_TYPE(item.ptr())->tp_name +
+                                            "; make them with Device.empty() or Device.to_device()"));
       }
-      check_lease(*buffer, std::string(where) + (write ? ", writes" : ", reads"));
+      check_lease(*buffer, side);
       if (buffer->device && buffer->device->device->backend() != Backend::kCpu &&
           buffer->device != stream.device) {
-        Status status(ErrorCode::kDevice,
-                      std::string(where) + (write ? ", writes" : ", reads") + ": expected memory of " +
-                          stream.device->device->name() + " or of the host, got memory of " +
-                          device_name_of(buffer->device->device->id(), stream.device->device->name()));
-        status->device = stream.device->device->name();
-        raise(status);
+        const Device& device = *stream.device->device;
+        elsewhere(side, "memory of " + device.name() + " or of the host",
+                  "memory of " + device_name_of(buffer->device->device->id(), device.name()), device,
+                  "copy it there first");
       }
       out.accesses.push_back({buffer->view.data, buffer->view.nbytes(), write});
       if (buffer->block && buffer->device == stream.device) out.blocks.emplace_back(buffer->block, write);
@@ -143,13 +151,16 @@ void copy(PyStream& stream, nb::handle source, nb::handle target, std::optional<
   Touched touched = touched_by(stream, only(source), only(target), "Stream.copy");
   const Access &from = touched.accesses[0], &to = touched.accesses[1];
   if (!is_dense(nb::cast<Buffer&>(source).view) || !is_dense(nb::cast<Buffer&>(target).view)) {
-    raise(Status(ErrorCode::kInput, "Stream.copy: expected dense memory, got a strided view"));
+    raise(Status(
+        ErrorCode::kInput,
+        "Stream.copy: expected dense memory, got a strided view; copy it by numpy() and Device.to_device()"));
   }
   size_t nbytes = limit.value_or(from.nbytes);
   if (nbytes > from.nbytes || nbytes > to.nbytes) {
     raise(Status(ErrorCode::kInput, "Stream.copy: expected room for " + std::to_string(nbytes) +
                                         " bytes, got a source of " + std::to_string(from.nbytes) +
-                                        " and a target of " + std::to_string(to.nbytes)));
+                                        " and a target of " + std::to_string(to.nbytes) +
+                                        "; pass fewer nbytes, or larger memory"));
   }
   if (nbytes == 0) return;
   check(unlocked(
@@ -167,7 +178,8 @@ nb::object partition_of(const PyStream& stream) {
 void call(PyStream& stream, nb::object function, nb::iterable reads, nb::iterable writes) {
   if (!PyCallable_Check(function.ptr())) {
     raise(Status(ErrorCode::kInput, "Stream.call: expected a function without arguments, got " +
-                                        std::string(Py_TYPE(function.ptr())->tp_name)));
+                                        std::string(Py_TYPE(function.ptr())->tp_name) +
+                                        "; pass a callable, such as a lambda"));
   }
   StreamHandle handle = usable(stream);
   if (stream.device->device->backend() == Backend::kCuda) {
@@ -183,7 +195,9 @@ void call(PyStream& stream, nb::object function, nb::iterable reads, nb::iterabl
   std::shared_ptr<void> held = hold(nb::make_tuple(function, touched.kept));
   HostFunction run = [held, given = Loan::now(), name = stream.device->device->name()]() -> Status {
     if (!nb::is_alive()) {
-      return Status(ErrorCode::kDevice, name + ", stream.call: expected a running interpreter, got its end");
+      return Status(ErrorCode::kDevice, name +
+                                            ", stream.call: expected a running interpreter, got its end; "
+                                            "synchronize before the program ends");
     }
     GilAcquire gil;
     Loan::Scope scope(given);
@@ -220,15 +234,16 @@ StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* w
     return {usable(*stream), stream->device->device->id()};
   if (PyLong_Check(object.ptr()) && !PyBool_Check(object.ptr())) {
     if (device == nullptr) {
-      raise(Status(
-          ErrorCode::kInput,
-          std::string(where) + ": expected a stream, or an int together with device=, got an int alone"));
+      raise(Status(ErrorCode::kInput,
+                   std::string(where) + ": expected a stream, or an int together with device=, got an int "
+                                        "alone; name the handle's device"));
     }
     StreamHandle handle = 0;
     if (!nb::try_cast(object, handle))
-      raise(Status(ErrorCode::kInput, std::string(where) +
-                                          ": expected a stream handle of 0 to 64 bits, got " +
-                                          nb::cast<std::string>(nb::str(object))));
+      raise(Status(
+          ErrorCode::kInput,
+          std::string(where) + ": expected a stream handle, an int of at most 64 bits from 0 up, got " +
+              nb::cast<std::string>(nb::str(object)) + "; pass it as the stream's library gives it"));
     return {handle == 0 ? kLegacyStream : handle, device->id()};
   }
   if (nb::hasattr(object, "__cuda_stream__")) {
@@ -239,9 +254,10 @@ StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* w
     StreamHandle handle = 0;
     if (!PySequence_Check(pair.ptr()) || nb::len(pair) != 2 || !nb::try_cast(pair[0], version) ||
         version != 0 || !nb::try_cast(pair[1], handle)) {
-      raise(Status(ErrorCode::kInput, std::string(where) +
-                                          ": expected __cuda_stream__ to give (0, handle), got " +
-                                          nb::cast<std::string>(nb::repr(pair))));
+      raise(Status(ErrorCode::kInput,
+                   std::string(where) + ": expected __cuda_stream__ to give (0, handle), got " +
+                       nb::cast<std::string>(nb::repr(pair)) +
+                       "; report it to the library whose stream it is, or pass the handle with device="));
     }
     return {handle == 0 ? kLegacyStream : handle, device ? device->id() : -1};
   }
@@ -249,7 +265,7 @@ StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* w
       Status(ErrorCode::kInput,
              std::string(where) +
                  ": expected a headrace.Stream, an object with __cuda_stream__ or an int with device=, got " +
-                 Py_TYPE(object.ptr())->tp_name));
+                 Py_TYPE(object.ptr())->tp_name + "; make one with Device.stream()"));
 }
 
 void bind_streams(nb::module_& m) {
@@ -433,16 +449,12 @@ void bind_streams(nb::module_& m) {
         PyDeviceRef of;
         if (!device.is_none() && (!nb::try_cast(device, of) || of == nullptr)) {
           raise(Status(ErrorCode::kInput, std::string("caller_stream, device: expected a Device, got ") +
-                                              Py_TYPE(device.ptr())->tp_name));
+                                              Py_TYPE(device.ptr())->tp_name +
+                                              "; get one from headrace.device()"));
         }
         StreamChoice choice = to_stream(stream, of ? of->device : nullptr, "caller_stream");
-        if (of != nullptr && choice.device != of->device->id()) {
-          Status status(ErrorCode::kDevice, "caller_stream: expected a stream of " + of->device->name() +
-                                                ", got one of " +
-                                                device_name_of(choice.device, of->device->name()));
-          status->device = of->device->name();
-          raise(status);
-        }
+        if (of != nullptr && choice.device != of->device->id())
+          stream_elsewhere("caller_stream", *of->device, choice.device);
         headrace_selection next{reinterpret_cast<cudaStream_t>(choice.handle), choice.device, 1};
         headrace_selection former = headrace_exchange_selection(next);
         return nb::make_tuple(reinterpret_cast<uintptr_t>(former.stream), former.device, former.selected);

@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _numbers(option: str, text: str, count: int, none: str = "") -> list[float | None]:
     parts = text.split(",")
     if len(parts) != count:
-        raise OptionError(f"{option}: expected {count} numbers, one for each program, got {text!r}")
+        raise OptionError(
+            f"{option}: expected {count} numbers, one for each program, got {text!r}; separate them by commas"
+        )
     out: list[float | None] = []
     for part in parts:
         if none and part == none:
@@ -55,7 +57,9 @@ def _numbers(option: str, text: str, count: int, none: str = "") -> list[float |
         except ValueError:
             number = math.nan
         if not 0 < number < MOST:
-            raise OptionError(f"{option}: expected numbers above 0 and below {MOST:g}, got {part!r}")
+            raise OptionError(
+                f"{option}: expected numbers above 0 and below {MOST:g}, got {part!r}; correct it"
+            )
         out.append(number)
     return out
 
@@ -84,12 +88,14 @@ def measure(args: argparse.Namespace, made_up: Callable[[Method], Sequence[Any]]
     """What the command found: ``measured``, and a ``proposal`` where targets were given."""
     if (args.lanes is None) == (args.targets is None):
         raise OptionError(
-            "expected --lanes or --targets, got " + ("neither" if args.lanes is None else "both")
+            f"bench: expected --lanes or --targets, got {'neither' if args.lanes is None else 'both'}; give one of them"
         )
     if not 1 <= args.calls <= MOST_CALLS:
-        raise OptionError(f"--calls: expected 1 to {MOST_CALLS}, got {args.calls}")
+        raise OptionError(f"--calls: expected 1 to {MOST_CALLS}, got {args.calls}; choose one of these")
     if args.plot and (Path(args.plot).is_dir() or not Path(args.plot).absolute().parent.is_dir()):
-        raise OptionError(f"--plot: expected a file in a folder that is there, got {args.plot!r}")
+        raise OptionError(
+            f"--plot: expected a file in a folder that is there, got {args.plot!r}; make the folder first"
+        )
     count = len(args.files)
     targets = [None] * count if args.targets is None else _numbers("--targets", args.targets, count, "-")
     device = open_device(args.device)
@@ -106,7 +112,9 @@ def measure(args: argparse.Namespace, made_up: Callable[[Method], Sequence[Any]]
     sizes = []
     for size in _numbers("--lanes", args.lanes, count):
         if size is None or size != int(size):
-            raise OptionError(f"--lanes: expected whole numbers of multiprocessors, got {args.lanes!r}")
+            raise OptionError(
+                f"--lanes: expected whole numbers of multiprocessors, got {args.lanes!r}; round them"
+            )
         sizes.append(int(size))
     measured = lanes.side_by_side(found, sizes, device=device, calls=args.calls)
     if args.plot:

@@ -71,25 +71,29 @@ def device(
     """
     if not isinstance(name, str):
         raise OptionError(
-            f"device: expected a name such as 'cpu', 'sim' or 'cuda:0', got {type(name).__name__}"
+            f"device: expected a name such as 'cpu', 'sim' or 'cuda:0', got {type(name).__name__}; pass one of these"
         )
     kind, _, number = name.partition(":")
-    if (number and not re.fullmatch("[0-9]{1,4}", number)) or (kind == "cpu" and number):
-        raise OptionError(f"device: expected 'cpu', 'sim', 'sim:N' or 'cuda:N', got {name!r}")
+    numbered = kind != "cpu" and re.fullmatch("[0-9]{1,4}", number)
+    if kind not in ("cpu", "cuda", "sim") or (number and not numbered):
+        raise OptionError(
+            f"device: expected 'cpu', 'sim', 'sim:N' or 'cuda:N', got {name!r}; pass one of these"
+        )
     ordinal = int(number or 0)
     if kind == "cpu":
         return core.cpu()
     if kind == "cuda":
         return core.cuda(ordinal)
-    if kind != "sim":
-        raise OptionError(f"device: expected 'cpu', 'sim', 'sim:N' or 'cuda:N', got {name!r}")
     named = isinstance(schedule, str) and schedule in ("eager", "late")
     if not named and (isinstance(schedule, bool) or not isinstance(schedule, int)):
-        raise OptionError(f"schedule: expected 'eager', 'late' or a seed, got {schedule!r}")
+        raise OptionError(
+            f"schedule: expected 'eager', 'late' or a seed, got {schedule!r}; pass an int as the seed"
+        )
     sizes = (sms, memory_nbytes)
     if any(not isinstance(size, int) or not 1 <= size < 1 << 40 for size in sizes) or sms >= 1 << 20:
         raise OptionError(
-            f"{name}: expected sms and memory_nbytes of 1 or more, got {sms} and {memory_nbytes}"
+            f"{name}: expected sms from 1 to 2**20 - 1 and memory_nbytes from 1 to 2**40 - 1, got {sms!r} and "
+            f"{memory_nbytes!r}; leave them out, or pass ints of these"
         )
     seeded = isinstance(schedule, int)
     return core.sim(
@@ -132,7 +136,8 @@ class caller_stream:  # reads as a verb where it is used
                 break
         else:
             raise InputError(
-                "caller_stream: expected the end of a block on the thread that began it, got no block"
+                "caller_stream: expected the end of a block on the thread that began it, got no block; "
+                "leave each `with caller_stream` where it was entered"
             )
         # What a delegate left selected was undone when its call ended.
         now = core.selection()
@@ -178,5 +183,8 @@ def current_stream() -> Any:
     if found is None and 0 <= owner < _FIRST_SIMULATED:
         found = core.cuda(owner)
     if found is None:
-        raise DeviceError(f"current_stream: expected a stream whose device is known, got handle {handle:#x}")
+        raise DeviceError(
+            f"current_stream: expected a stream whose device is known, got handle {handle:#x}; name its device where "
+            "it is selected: headrace::CallerStreamGuard takes it"
+        )
     return core.stream_on(found, handle)

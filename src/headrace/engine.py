@@ -180,7 +180,9 @@ def set_num_threads(count: int) -> None:
         OptionError: the count is out of range, or a program is loaded.
     """
     if not isinstance(count, int) or isinstance(count, bool):
-        raise OptionError(f"num_threads: expected an int, got {type(count).__name__}")
+        raise OptionError(
+            f"num_threads: expected an int, got {type(count).__name__}; pass a count such as os.cpu_count()"
+        )
     if not 1 <= count <= 1024:
-        raise OptionError(f"num_threads: expected a count between 1 and 1024, got {count}")
+        raise OptionError(f"num_threads: expected a count between 1 and 1024, got {count}; pass one of these")
     core.set_num_threads(count)

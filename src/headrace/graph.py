@@ -56,7 +56,7 @@ class Graph:
             DelegateError, DeviceError, ProgramError: as a call.
         """
         if not isinstance(borrow, bool):
-            raise OptionError(f"borrow: expected a bool, got {type(borrow).__name__}")
+            raise OptionError(f"borrow: expected a bool, got {type(borrow).__name__}; pass True or False")
         results: tuple[Any, ...] = self._replay(inputs, stream, out, borrow)
         return results
 

@@ -159,7 +159,9 @@ class Method:
             DelegateError, DeviceError: what had failed before on the stream, or in the method; nothing was captured.
         """
         if not isinstance(keep, int) or isinstance(keep, bool) or not 1 <= keep <= 1024:
-            raise OptionError(f"keep: expected a count between 1 and 1024, got {keep!r}")
+            raise OptionError(
+                f"keep: expected a count between 1 and 1024, got {keep!r}; pass an int in that range"
+            )
         return Graph(*core.capture(self._native, examples, stream, keep))
 
     @property
@@ -218,7 +220,9 @@ class Program(Mapping[str, Method]):
         try:
             return self._methods[name]
         except KeyError:
-            raise KeyError(f"expected one of the methods {', '.join(self._methods)}, got {name!r}") from None
+            raise KeyError(
+                f"expected one of the methods {', '.join(self._methods)}, got {name!r}; call one of these"
+            ) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._methods)
@@ -256,17 +260,22 @@ class Program(Mapping[str, Method]):
         return f"<headrace.Program: {', '.join(self._methods)}>"
 
 
-def _check_text(text: Any, error: type[ProgramError | OptionError], where: str) -> None:
-    """A lone surrogate, as in an undecodable file name, is no text that could be passed on."""
+def _check_text(text: Any, error: type[ProgramError | OptionError], where: str, do: str) -> None:
+    """A lone surrogate, as in an undecodable file name, is no text that could be passed on. ``do``: what to do about it."""
     if isinstance(text, str):
         try:
             os.fsencode(text) if error is ProgramError else text.encode()
         except UnicodeEncodeError:
-            raise error(f"{where}: expected text that can be encoded, got {text!r}") from None
+            raise error(f"{where}: expected text that can be encoded, got {text!r}; {do}") from None
 
+
+# What to do about options that are none.
+_OPTIONS = "pass {'delegate': {'option': value}}"
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview
 _SOURCES = (str, os.PathLike, bytes, bytearray, memoryview)
+# What to do about an argument that is neither.
+_PATH_OR_BYTES = "pass the file's path, or what file.read() gives"
 
 
 def load(
@@ -313,52 +322,69 @@ def load(
             device.
     """
     if not isinstance(source, _SOURCES):
-        raise ProgramError(f"expected a path or bytes, got {type(source).__name__}")
+        raise ProgramError(f"load: expected a path or bytes, got {type(source).__name__}; {_PATH_OR_BYTES}")
     try:
         files = [data] if isinstance(data, _SOURCES) else list(data)
     except TypeError:
-        raise ProgramError(f"data: expected paths or bytes, got {type(data).__name__}") from None
+        raise ProgramError(
+            f"data: expected paths or bytes, got {type(data).__name__}; {_PATH_OR_BYTES}"
+        ) from None
     for file in files:
         if not isinstance(file, _SOURCES):
-            raise ProgramError(f"data: expected paths or bytes, got {type(file).__name__}")
+            raise ProgramError(f"data: expected paths or bytes, got {type(file).__name__}; {_PATH_OR_BYTES}")
     for path in (source, *files):
         if isinstance(path, str | os.PathLike):
-            _check_text(os.fspath(path), ProgramError, "path")
+            _check_text(os.fspath(path), ProgramError, "path", "rename the file, or pass its bytes")
     if not isinstance(instances, int) or isinstance(instances, bool):
-        raise OptionError(f"instances: expected an int, got {type(instances).__name__}")
+        raise OptionError(
+            f"instances: expected an int, got {type(instances).__name__}; pass 1, or how many calls should overlap"
+        )
     if not 1 <= instances <= 1024:
-        raise OptionError(f"instances: expected a count between 1 and 1024, got {instances}")
+        raise OptionError(
+            f"instances: expected a count between 1 and 1024, got {instances}; pass 1, or how many calls should overlap"
+        )
     if not isinstance(allow_native_code, bool):
-        raise OptionError(f"allow_native_code: expected a bool, got {type(allow_native_code).__name__}")
+        raise OptionError(
+            f"allow_native_code: expected a bool, got {type(allow_native_code).__name__}; pass True or False"
+        )
     if options is not None and not isinstance(options, Mapping):
-        raise OptionError(f"options: expected a mapping, got {type(options).__name__}")
+        raise OptionError(f"options: expected a mapping, got {type(options).__name__}; {_OPTIONS}")
     if not isinstance(max_steps, int) or isinstance(max_steps, bool) or not 0 < max_steps < 2**63:
-        raise OptionError(f"max_steps: expected an int of at least 1, got {max_steps!r}")
+        raise OptionError(
+            f"max_steps: expected an int from 1 to 2**63 - 1, got {max_steps!r}; leave it out, or pass one of these"
+        )
     for delegate, entries in (options or {}).items():
         if not isinstance(delegate, str):
-            raise OptionError(f"options: expected the names of delegates, got {delegate!r}")
+            raise OptionError(f"options: expected the names of delegates, got {delegate!r}; {_OPTIONS}")
         if not isinstance(entries, Mapping):
-            raise OptionError(f"options of {delegate!r}: expected a mapping, got {type(entries).__name__}")
+            raise OptionError(
+                f"options of {delegate!r}: expected a mapping, got {type(entries).__name__}; {_OPTIONS}"
+            )
         for key, value in entries.items():
             if not isinstance(key, str):
-                raise OptionError(f"options of {delegate!r}: expected names, got {key!r}")
+                raise OptionError(f"options of {delegate!r}: expected names, got {key!r}; {_OPTIONS}")
             for text in (delegate, key, value):
-                _check_text(text, OptionError, f"options of {delegate!r}")
+                _check_text(text, OptionError, f"options of {delegate!r}", "remove what is no Unicode text")
             if not isinstance(value, bool | int | str):
                 raise OptionError(
-                    f"options of {delegate!r}: expected a bool, int or str for {key!r}, got {type(value).__name__}"
+                    f"options of {delegate!r}: expected a bool, int or str for {key!r}, got {type(value).__name__}; "
+                    "convert it"
                 )
             if isinstance(value, int) and not -(2**31) <= value < 2**31:
                 raise OptionError(
-                    f"options of {delegate!r}: expected an int of 32 bits for {key!r}, got {value}"
+                    f"options of {delegate!r}: expected an int of 32 bits for {key!r}, got {value}; "
+                    "pass a smaller one, or its digits as a str"
                 )
     where = open_device(device) if isinstance(device, str) else device
     if where is not None and not isinstance(where, Device):
-        raise OptionError(f"device: expected a Device or a name such as 'sim', got {type(where).__name__}")
+        raise OptionError(
+            f"device: expected a Device or a name such as 'sim', got {type(where).__name__}; pass 'cuda:0', 'cpu' or 'sim'"
+        )
     if lane is not None:
         if not isinstance(lane, Partition):
             raise OptionError(
-                f"lane: expected a Partition, as Device.partition() gives it, got {type(lane).__name__}"
+                f"lane: expected a Partition, as Device.partition() gives it, got {type(lane).__name__}; "
+                "pass device.partition(sms=N)"
             )
         where = lane.device if where is None else where
     arguments = (

@@ -48,7 +48,9 @@ def write(log: Log, conflicts: Sequence[Conflict], path: str | os.PathLike[str])
     try:
         Path(path).write_text(text)
     except OSError as e:
-        raise InputError(f"trace: expected a file that can be written, got: {e}") from None
+        raise InputError(
+            f"trace: expected a file that can be written, got: {e}; choose another path"
+        ) from None
 
 
 class _Trace:

@@ -191,7 +191,10 @@ def test_a_library_without_aotinductor_s_functions_is_refused(tmp_path: Path) ->
 def test_what_a_library_says_when_it_fails_comes_with_the_error(tmp_path: Path) -> None:
     """OP3: at a call."""
     made = forge.replace_library(raw(), forge.shared_library(tmp_path))
-    with pytest.raises(headrace.DelegateError, match="failed while it ran: made to fail"):
+    with pytest.raises(
+        headrace.DelegateError,
+        match="library: expected success while it ran, got: made to fail; call it with",
+    ):
         call(made, np.zeros(3, np.float32))
 
 

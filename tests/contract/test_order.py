@@ -34,6 +34,40 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
         raise errors[0]
 
 
+def asked_for(device: Any, call: Callable[[], Any]) -> dict[str, int]:
+    """How often each operation of the device was called in a call that is not one of the first."""
+    names = ("call", "copy", "launch", "record", "wait", "")
+    for _ in range(4):
+        call()
+    before = {name: device.calls(name) for name in names}
+    call()
+    return {name: device.calls(name) - before[name] for name in names}
+
+
+def test_order_costs_islands_on_one_stream_nothing(sims: Devices) -> None:
+    """BY3: an island asks the device for its own work alone; one event and the waits are the call's, as many for 25
+    islands of two delegates as for one island. A replay adds a launch and its copies to them."""
+    program_costs, replay_costs = set(), set()
+    for device in sims:
+        for name in ("chain1", "chain10", "chain25_cuda_resident"):
+            program = golden(name)
+            with program.load(device) as loaded:
+                method, stream = loaded["forward"], device.stream()
+                inputs = [device.to_device(x) for x in program.inputs()]
+                called = asked_for(device, lambda m=method, x=inputs, s=stream: m(*x, stream=s))
+                assert called["call"] == len(method.islands) and called["copy"] == called["launch"] == 0
+                graph = method.capture(*inputs, stream=stream)
+                replayed = asked_for(device, lambda g=graph, x=inputs, s=stream: g.replay(*x, stream=s))
+                assert (replayed["call"], replayed["launch"], replayed["copy"]) == (0, 1, len(inputs) + 1)
+                for cost in (called, replayed):
+                    # For the inputs, the method's memory and the output; one event behind all.
+                    assert cost["record"] == 1 and cost["wait"] <= len(inputs) + 2
+                program_costs.add((called["wait"], called[""] - called["call"]))
+                replay_costs.add((replayed["wait"], replayed[""]))
+                assert program.right(graph.replay(*inputs, stream=stream))
+    assert len(program_costs) == len(replay_costs) == 1
+
+
 def test_a_stream_of_nobody_s_choice_is_the_per_thread_one(
     sims: Devices, classes: dict[str, type[delegates.Base]]
 ) -> None:

@@ -39,7 +39,9 @@ def audit(path: str | os.PathLike[str], *, policy: Policy | str | os.PathLike[st
     """
     _require_readers()
     if not isinstance(path, str | os.PathLike):
-        raise AuditError(f"audit: expected a path or the name of a distribution, got {type(path).__name__}")
+        raise AuditError(
+            f"audit: expected a path or the name of a distribution, got {type(path).__name__}; pass one of these"
+        )
     from headrace.audit import cuda, linkage, platform, wheel
     from headrace.audit.policy import Policy
     from headrace.audit.rules import judge
@@ -52,7 +54,9 @@ def audit(path: str | os.PathLike[str], *, policy: Policy | str | os.PathLike[st
     try:
         return judge(wheel.read(os.fspath(path), policy), policy, checks)
     except OSError as cause:
-        raise AuditError(f"{os.fspath(path)}: expected files that can be read, got: {cause}") from cause
+        raise AuditError(
+            f"{os.fspath(path)}: expected files that can be read, got: {cause}; mend that first"
+        ) from cause
 
 
 def default_policy() -> Policy:

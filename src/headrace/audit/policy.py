@@ -156,7 +156,7 @@ class Policy:
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as cause:
-            raise AuditError(f"policy {path}: expected a TOML file, got {cause}") from cause
+            raise AuditError(f"policy {path}: expected a TOML file, got {cause}; correct the file") from cause
         return _changed(_built_in(), _Table(f"policy {path}", table))
 
     def with_architectures(self, architectures: tuple[str, ...]) -> Policy:
@@ -184,20 +184,24 @@ class Policy:
         return frozenset(kernel for requirement in self.requirements for kernel in requirement.kernels)
 
 
+# What to do about a policy file that says a thing in another form.
+_FORM = "see docs/audit.md"
+
+
 class _Table:
     """A TOML table read key by key: each value's type is checked, and a key that nobody asked for is an
     error, so that a misspelt one is not a rule that never runs."""
 
     def __init__(self, where: str, table: object) -> None:
         if not isinstance(table, dict):
-            raise AuditError(f"{where}: expected a table, got {table!r}")
+            raise AuditError(f"{where}: expected a table, got {table!r}; {_FORM}")
         self.where = where
         self._table: dict[str, Any] = dict(table)
 
     def take(self, key: str, kind: type, default: Any) -> Any:
         value = self._table.pop(key, default)
         if not isinstance(value, kind) and value is not default:
-            raise AuditError(f"{self.where}, {key}: expected {kind.__name__}, got {value!r}")
+            raise AuditError(f"{self.where}, {key}: expected {kind.__name__}, got {value!r}; {_FORM}")
         return value
 
     def text(self, key: str, default: str = "") -> str:
@@ -212,7 +216,7 @@ class _Table:
     def texts(self, key: str) -> tuple[str, ...]:
         values = self.take(key, list, [])
         if not all(isinstance(value, str) for value in values):
-            raise AuditError(f"{self.where}, {key}: expected a list of strings, got {values!r}")
+            raise AuditError(f"{self.where}, {key}: expected a list of strings, got {values!r}; {_FORM}")
         return tuple(values)
 
     def table(self, key: str) -> _Table:
@@ -223,7 +227,7 @@ class _Table:
 
     def end(self) -> None:
         if self._table:
-            raise AuditError(f"{self.where}: unknown key {', '.join(sorted(self._table))}; see docs/audit.md")
+            raise AuditError(f"{self.where}: unknown key {', '.join(sorted(self._table))}; {_FORM}")
 
 
 def _changed(policy: Policy, table: _Table) -> Policy:
@@ -246,7 +250,9 @@ def _changed(policy: Policy, table: _Table) -> Policy:
     rules = dict(policy.rules)
     for name, level in table.take("level", dict, {}).items():
         if level not in _LEVELS:
-            raise AuditError(f"{table.where}, level {name}: expected problem or advice, got {level!r}")
+            raise AuditError(
+                f"{table.where}, level {name}: expected problem or advice, got {level!r}; write one of these"
+            )
         rules[name] = replace(rules[_known(policy, name, table.where)], level=level)
     row = table.take("row", str, None)
     if row is not None:
@@ -283,7 +289,9 @@ def _pattern(text: str, where: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as cause:
-        raise AuditError(f"{where}: expected a regular expression, got {text!r} ({cause})") from cause
+        raise AuditError(
+            f"{where}: expected a regular expression, got {text!r} ({cause}); correct it"
+        ) from cause
 
 
 @cache

@@ -121,7 +121,7 @@ def read(source: str, policy: Policy) -> Distribution:
     read: an audit of nothing has no verdict.
     """
     if not source.strip() or "\0" in source:
-        raise AuditError(f"audit: expected a path or a name, got {source!r}")
+        raise AuditError(f"audit: expected a path or a name, got {source!r}; pass a wheel's path")
     path = Path(source)
     if path.is_dir():
         if path.name.endswith(".dist-info"):
@@ -135,13 +135,15 @@ def read(source: str, policy: Policy) -> Distribution:
             found = importlib.metadata.distribution(source)
         except (importlib.metadata.PackageNotFoundError, ValueError) as cause:
             raise AuditError(
-                f"{source}: expected a wheel, a folder or the name of an installed distribution, got none"
+                f"{source}: expected a wheel, a folder or the name of an installed distribution, got none; check "
+                "the spelling"
             ) from cause
         facts = _installed(source, found, policy)
     if not facts.libraries and not facts.gpu_files:
         reasons = "".join(f"; {fault.path}: {fault.detail}" for fault in facts.faults[:5])
         raise AuditError(
-            f"{source}: expected ELF files or GPU code to inspect, found none{reasons}; nothing was audited"
+            f"{source}: expected ELF files or GPU code to inspect, found none{reasons}; nothing was audited, audit "
+            "what was built"
         )
     return facts
 
@@ -155,7 +157,8 @@ def _wheel(source: str, path: Path, policy: Policy) -> Distribution:
             facts = _collect(source, files, policy)
     except _UNREADABLE as cause:
         raise AuditError(
-            f"{source}: expected a wheel, got an archive that cannot be read ({cause})"
+            f"{source}: expected a wheel, got an archive that cannot be read ({cause}); build or "
+            "download it again"
         ) from cause
     try:
         name, version, _, tags = parse_wheel_filename(path.name)
@@ -205,7 +208,8 @@ class _Archive:
         if len(members) > limits.members or claimed > limits.total_nbytes or stored > path.stat().st_size:
             raise AuditError(
                 f"{path}: expected at most {limits.members} members and {limits.total_nbytes} bytes, got "
-                f"{len(members)} members that claim {claimed} bytes, {stored} of them stored"
+                f"{len(members)} members that claim {claimed} bytes, {stored} of them stored; "
+                "unpack it and audit the folder, if you trust it"
             )
         for member in members:
             if member.is_dir():
@@ -367,7 +371,9 @@ def _described(facts: Distribution, files: _Files) -> Distribution:
     faults = list(facts.faults)
     listed = metadata.get("requires-dist", [])
     if len(listed) > _REQUIREMENTS:
-        raise AuditError(f"{facts.source}: expected at most {_REQUIREMENTS} requirements, got {len(listed)}")
+        raise AuditError(
+            f"{facts.source}: expected at most {_REQUIREMENTS} requirements, got {len(listed)}; mend its METADATA"
+        )
     for text in listed:
         try:
             requirements.append(Requirement(text))

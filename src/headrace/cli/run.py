@@ -46,7 +46,8 @@ def made_up(info: ValueInfo, rng: np.random.Generator | None) -> Any:
         return None
     if info.kind != "tensor":
         raise InputError(
-            f"--ones and --random: expected a method with tensors only, got an input of kind {info.kind}"
+            f"--ones and --random: expected a method with tensors only, got an input of kind {info.kind}; "
+            "call it from Python"
         )
     shape = tuple(high for _, high in info.bounds)
     dtype = "float32" if info.dtype == "bfloat16" else info.dtype
@@ -76,7 +77,7 @@ def _read(name: str, expected: str) -> Any:
         got = "a folder" if isinstance(e, IsADirectoryError) else "no such file"
         raise InputError(f"{name}: expected {expected}, got {got}; check the path") from None
     except (OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as e:
-        raise InputError(f"{name}: expected {expected}, got: {e}") from None
+        raise InputError(f"{name}: expected {expected}, got: {e}; write it again") from None
 
 
 def _inputs(args: argparse.Namespace, method: Method) -> list[Any]:
@@ -85,7 +86,9 @@ def _inputs(args: argparse.Namespace, method: Method) -> list[Any]:
         for i, name in enumerate(args.input):
             array = _read(name, "an array written by numpy.save")
             if isinstance(array, list):
-                raise InputError(f"{name}: expected an array written by numpy.save, got an archive of arrays")
+                raise InputError(
+                    f"{name}: expected an array written by numpy.save, got an archive of arrays; give each in a file of its own"
+                )
             narrow = (
                 i < len(method.inputs) and method.inputs[i].dtype == "bfloat16" and array.dtype == "float32"
             )
@@ -144,12 +147,14 @@ def _compare(args: argparse.Namespace, method: Method, outputs: Sequence[Any]) -
     """Each output against the file's array of its position: exact shape, every value."""
     wanted = _read(args.expect, "arrays written by numpy.savez")
     if not isinstance(wanted, list):
-        raise InputError(f"{args.expect}: expected arrays written by numpy.savez, got a single array")
+        raise InputError(
+            f"{args.expect}: expected arrays written by numpy.savez, got a single array; write it by savez"
+        )
     given = [i for i, output in enumerate(outputs) if output is not None]
     if len(wanted) != len(given):
         raise InputError(
             f"{args.expect}: expected {len(given)} arrays, one for each output that is not None, "
-            f"got {len(wanted)}"
+            f"got {len(wanted)}; write one for each, in their order"
         )
     rows = []
     for i, want in zip(given, wanted, strict=True):
@@ -166,7 +171,8 @@ def _compare(args: argparse.Namespace, method: Method, outputs: Sequence[Any]) -
         }
         if got.dtype.kind not in "biuf" or want.dtype.kind not in "biuf":
             raise InputError(
-                f"{args.expect}: expected numbers to compare output {i} with, got {want.dtype} beside {got.dtype}"
+                f"{args.expect}: expected numbers to compare output {i} with, got {want.dtype} beside {got.dtype}; "
+                "compare it in Python"
             )
         if got.shape != want.shape:
             row |= {"equal": False, "largest_deviation": None}
@@ -182,7 +188,9 @@ def _device(args: argparse.Namespace) -> Any:
         return args.device
     name = args.device or "sim"
     if not name.startswith("sim"):
-        raise OptionError(f"--schedule: expected a simulated device, got --device {name}")
+        raise OptionError(
+            f"--schedule: expected a simulated device, got --device {name}; give --device sim, or no --schedule"
+        )
     # At most 18 digits: any seed of 64 bits has a twin among them, and Python reads no number of thousands.
     seed = re.fullmatch(r"-?[0-9]{1,18}", args.schedule)
     return open_device(name, schedule=int(args.schedule) if seed else args.schedule)
@@ -204,20 +212,25 @@ def import_modules(modules: Sequence[str], said: str = "--import") -> None:
             importlib.import_module(module)
         except Exception as e:  # the module's own code runs
             raise OptionError(
-                f"{said} {module}: expected a module that can be imported, got {type(e).__name__}: {e}"
+                f"{said} {module}: expected a module that can be imported, got {type(e).__name__}: {e}; "
+                "call it where Python finds the module, and mend what that says"
             ) from e
 
 
 def _check_options(args: argparse.Namespace) -> None:
     if args.random is not None and args.random < 0:
-        raise OptionError(f"--random: expected a seed of 0 or more, got {args.random}")
+        raise OptionError(f"--random: expected a seed of 0 or more, got {args.random}; choose one of these")
     for option, value in (("--rtol", args.rtol), ("--atol", args.atol)):
         if value is not None and not 0 <= value < math.inf:
-            raise OptionError(f"{option}: expected a finite number of 0 or more, got {value}")
+            raise OptionError(
+                f"{option}: expected a finite number of 0 or more, got {value}; choose one of these"
+            )
     if args.repeat < 1:
-        raise OptionError(f"--repeat: expected 1 or more, got {args.repeat}")
+        raise OptionError(f"--repeat: expected 1 or more, got {args.repeat}; choose one of these")
     if args.green_context_sms is not None and not 1 <= args.green_context_sms < 2**31:
-        raise OptionError(f"--green-context-sms: expected 1 or more, got {args.green_context_sms}")
+        raise OptionError(
+            f"--green-context-sms: expected 1 to 2**31 - 1, got {args.green_context_sms}; choose one of these"
+        )
     if args.confinement and args.green_context_sms is None:
         raise OptionError("--confinement: expected a lane to look at, got none; give --green-context-sms N")
 
@@ -234,7 +247,9 @@ def _write(target: Path, outputs: Sequence[Any]) -> None:
         for name, array in arrays.items():
             np.save(target / f"{name}.npy", array, allow_pickle=False)
     except OSError as e:
-        raise InputError(f"--output: expected a folder or an archive that can be written, got: {e}") from None
+        raise InputError(
+            f"--output: expected a folder or an archive that can be written, got: {e}; choose another path"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -317,7 +332,9 @@ def run(args: argparse.Namespace) -> int:
     with headrace.load(args.file, data=args.data, device=device, lane=lane) as program:
         name = program.methods[0] if args.method is None else args.method
         if name not in program:
-            raise InputError(f"--method: expected one of {', '.join(program.methods)}, got {name!r}")
+            raise InputError(
+                f"--method: expected one of {', '.join(program.methods)}, got {name!r}; choose one of these"
+            )
         method = program[name]
         inputs = _inputs(args, method)
         seconds = []

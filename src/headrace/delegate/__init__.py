@@ -78,7 +78,9 @@ class Delegate:
         if name is None:
             return
         if not isinstance(name, str) or not name or len(name.encode()) > 63:
-            raise OptionError(f"delegate {cls.__name__}: expected a name of 1 to 63 bytes, got {name!r}")
+            raise OptionError(
+                f"delegate {cls.__name__}: expected a name of 1 to 63 bytes, got {name!r}; choose another"
+            )
         core.define_delegate(name, cls, cls.payload_is_code)
 
     def load(self, payload: bytes, context: Context) -> None:
@@ -94,7 +96,7 @@ class Delegate:
         Tensors are `Buffer`s, lent until the call's work is done; numbers and None come as they are. Outputs have
         the greatest shape of the plan; where it is less this time, say so with ``output.resize(shape)``.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}: expected a method run(), got none; define it")
 
     def capturable(self) -> bool | str:
         """Whether `run` may be recorded into a graph (`Method.capture`): True, or the reason why not.

@@ -12,9 +12,20 @@ from ..errors import DelegateError, ProgramError
 from ..pte.tensorrt import Blob
 from .nvinfer import Engine, LoadedEngine
 
-__all__ = ["DTYPES", "EXPORT_AGAIN", "Profiles", "Tensor", "check_platform", "is_dense", "tensors_of"]
+__all__ = [
+    "DTYPES",
+    "EXPORT_AGAIN",
+    "REPORT",
+    "Profiles",
+    "Tensor",
+    "check_platform",
+    "is_dense",
+    "tensors_of",
+]
 
 EXPORT_AGAIN = "export it again"
+# What no program, and no caller, can be the reason of.
+REPORT = "report this with the program and the versions that `headrace doctor` prints"
 
 DTYPES = {
     "FLOAT": "float32",

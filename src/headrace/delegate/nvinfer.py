@@ -195,7 +195,7 @@ def provided(kind: str, module: Any) -> Iterator[None]:
     """For the length of a block, programs that are loaded find ``module`` in the place of the installed one of its kind,
     on every device. What they loaded goes on with it afterwards."""
     if kind not in KINDS:
-        raise OptionError(f"provided: expected one of {', '.join(KINDS)}, got {kind!r}")
+        raise OptionError(f"provided: expected one of {', '.join(KINDS)}, got {kind!r}; name one of these")
     former = _provided.get(kind)
     _provided[kind] = module
     try:

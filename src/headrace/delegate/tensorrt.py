@@ -26,7 +26,7 @@ from ..device import device as open_device
 from ..errors import CaptureError, DelegateError, NotSupported, ProgramError
 from ..pte.tensorrt import read
 from . import Context, Delegate
-from .bindings import DTYPES, EXPORT_AGAIN, Profiles, Tensor, check_platform, is_dense, tensors_of
+from .bindings import DTYPES, EXPORT_AGAIN, REPORT, Profiles, Tensor, check_platform, is_dense, tensors_of
 from .nvinfer import ExecutionContext, RtxEngine, load_engine
 from .tensorrt_options import BUDGET, OPTIONS, RuntimeCacheFile, options_of, set_budget
 
@@ -325,7 +325,7 @@ class TensorRTBackend(Delegate):
                 tensor.name, execution.on_host[tensor.name].ctypes.data
             ):
                 raise DelegateError(
-                    f"input '{tensor.name}': expected its address to be taken, got no{told()}"
+                    f"input '{tensor.name}': expected its address to be taken, got no{told()}; {REPORT}"
                 )
         try:
             open_ = context.infer_shapes()
@@ -369,7 +369,7 @@ class TensorRTBackend(Delegate):
         for name, address in places.items():
             if not execution.context.set_tensor_address(name, address):
                 raise DelegateError(
-                    f"'{name}': expected its address {address:#x} to be taken, got no{self._loaded.told()}"
+                    f"'{name}': expected its address {address:#x} to be taken, got no{self._loaded.told()}; {REPORT}"
                 )
         execution.setup.addresses = addresses
 
@@ -396,7 +396,8 @@ class TensorRTBackend(Delegate):
         """Before a context is set up otherwise: what it was enqueued for is done."""
         if stage == "capture":
             raise CaptureError(
-                "expected the shapes and addresses of the run before the capture, got others", step="record"
+                f"expected the shapes and addresses of the run before the capture, got others; {REPORT}",
+                step="record",
             )
         execution.settle()
 

@@ -32,8 +32,8 @@ class Options:
     cache: Path | None
 
 
-def _budget(value: Any, where: str, error: type[OptionError | ProgramError]) -> int | None:
-    """A number of bytes; None for an empty text."""
+def _budget(value: Any, where: str, error: type[OptionError | ProgramError], do: str) -> int | None:
+    """A number of bytes; None for an empty text. ``do``: what to do about anything else."""
     if isinstance(value, bytes):
         value = value.decode("ascii", "replace").rstrip("\0")
     if value == "":
@@ -42,7 +42,7 @@ def _budget(value: Any, where: str, error: type[OptionError | ProgramError]) -> 
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    raise error(f"{where} '{BUDGET}': expected bytes as a decimal number, got {value!r}")
+    raise error(f"{where} '{BUDGET}': expected bytes as a decimal number, got {value!r}; {do}")
 
 
 def options_of(given: Mapping[str, Any], specs: Mapping[str, bytes]) -> Options:
@@ -65,17 +65,20 @@ def options_of(given: Mapping[str, Any], specs: Mapping[str, bytes]) -> Options:
         )
     runtime = given.get("runtime", "")
     if runtime != "" and runtime not in KINDS:
-        raise OptionError(f"option 'runtime': expected one of {', '.join(KINDS)}, got {runtime!r}")
+        raise OptionError(
+            f"option 'runtime': expected one of {', '.join(KINDS)}, got {runtime!r}; leave it out"
+        )
     cache = given.get("runtime_cache", "")
     if not isinstance(cache, str) or (
         cache and not (os.path.isabs(cache) and os.path.isdir(cache) and os.access(cache, os.W_OK))
     ):
         raise OptionError(
-            f"option 'runtime_cache': expected the absolute path of a folder that can be written to, got {cache!r}"
+            f"option 'runtime_cache': expected the absolute path of a folder that can be written to, got {cache!r}; "
+            "make it, or leave the option out"
         )
-    budget = _budget(given.get(BUDGET, ""), "option", OptionError)
+    budget = _budget(given.get(BUDGET, ""), "option", OptionError, "pass an int, or leave it to TensorRT")
     if budget is None and BUDGET in specs:
-        budget = _budget(specs[BUDGET], "compile spec", ProgramError)
+        budget = _budget(specs[BUDGET], "compile spec", ProgramError, "export it again")
     return Options(budget, runtime, Path(cache) if cache else None)
 
 

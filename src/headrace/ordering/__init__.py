@@ -98,7 +98,9 @@ class Record:
             )
         if found.conflicts:
             count = len(found.conflicts)
-            lines = [f"expected every access to be ordered, got {count} conflict{'s' * (count > 1)}"]
+            lines = [
+                f"expected every access to be ordered, got {count} conflict{'s' * (count > 1)}; order each as it says"
+            ]
             lines += [str(conflict) for conflict in found.conflicts[:20]]
             if count > 20:
                 lines.append(f"… and {count - 20} more in .conflicts")

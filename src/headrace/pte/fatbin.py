@@ -134,17 +134,19 @@ def write(machine: Sequence[tuple[str, bytes]], ptx: tuple[str, bytes] | None = 
 def _written(name: str, code: bytes) -> bytes:
     found = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", name)
     if found is None:
-        raise ValueError(f"fat binary: expected a name such as sm_90a or compute_80, got {name!r}")
+        raise ValueError(f"fat binary: expected a name such as sm_90a or compute_80, got {name!r}; name one")
     flags = _WRITTEN | {"": 0, "a": _SPECIFIC, "f": _FAMILY}[found[3]]
     if found[1] == "sm":
         if code[:4] != b"\x7fELF" or len(code) < 64:
-            raise ValueError(f"fat binary, {name}: expected an ELF file, got {code[:4]!r}")
+            raise ValueError(f"fat binary, {name}: expected an ELF file, got {code[:4]!r}; pass a cubin")
         # Of an ELF file the version is that of its ABI.
         kind, version, more = 2, (code[8], 1), b""
     else:
         stated = re.search(rb"^\s*\.version\s+(\d+)\.(\d+)", code, re.MULTILINE)
         if stated is None:
-            raise ValueError(f"fat binary, {name}: expected PTX with a .version, got {code[:32]!r}")
+            raise ValueError(
+                f"fat binary, {name}: expected PTX with a .version, got {code[:32]!r}; name it sm_ if it is a cubin"
+            )
         # Where options for the assembler would be, in the header: none.
         kind, version, more = 1, (int(stated[2]), int(stated[1])), struct.pack("<QQ", 72, 0)
         code += b"\0"

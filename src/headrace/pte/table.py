@@ -51,10 +51,12 @@ def opened(source: Source) -> Iterator[File]:
         yield File("<bytes>", io.BytesIO(data), len(data))
         return
     if not isinstance(source, str | os.PathLike):
-        raise ProgramError(f"expected a path or the bytes of a file, got {type(source).__name__}")
+        raise ProgramError(
+            f"read: expected a path or the bytes of a file, got {type(source).__name__}; pass one of these"
+        )
     name = os.fspath(source)
     if not isinstance(name, str):
-        raise ProgramError(f"expected a path that is text, got {name!r}")
+        raise ProgramError(f"read: expected a path that is text, got {name!r}; decode it with os.fsdecode()")
     try:
         # Not blocking: opening a pipe would wait for its writer.
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

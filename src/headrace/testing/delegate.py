@@ -71,12 +71,18 @@ def check_delegate(
         ConformanceError: what was expected, and what the delegate did.
     """
     if not (isinstance(cls, type) and issubclass(cls, Delegate)):
-        raise InputError(f"check_delegate: expected a subclass of headrace.Delegate, got {cls!r}")
+        raise InputError(
+            f"check_delegate: expected a subclass of headrace.Delegate, got {cls!r}; derive it from that"
+        )
     for name, given in (("inputs", inputs), ("outputs", outputs)):
         if not isinstance(given, list | tuple):
-            raise InputError(f"check_delegate, {name}: expected a list of arrays, got {type(given).__name__}")
+            raise InputError(
+                f"check_delegate, {name}: expected a list of arrays, got {type(given).__name__}; pass [array, …]"
+            )
     if any(np.asarray(y).dtype.hasobject for y in outputs):
-        raise InputError("check_delegate, outputs: expected arrays of numbers, got other objects")
+        raise InputError(
+            "check_delegate, outputs: expected arrays of numbers, got other objects; convert them"
+        )
     subject = f"delegate {cls.__name__}"
     arrays = tuple(np.asarray(x) if hasattr(x, "__array__") else x for x in inputs)
     wanted = tuple(np.asarray(y) for y in outputs)

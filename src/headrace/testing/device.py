@@ -40,7 +40,9 @@ def check_device(device: Any) -> tuple[str, ...]:
     if isinstance(device, str):
         device = open_device(device)
     if not hasattr(device, "to_device"):
-        raise InputError(f"check_device: expected a Device or its name, got {type(device).__name__}")
+        raise InputError(
+            f"check_device: expected a Device or its name, got {type(device).__name__}; pass 'sim'"
+        )
     chosen: list[tuple[str, Callable[[], None]]] = [
         (check.__name__, partial(check, device))
         for check in _DEVICE_CHECKS

@@ -111,7 +111,9 @@ def build(
     """
     unknown = sorted({step["op"] for step in steps} - set(OPS))
     if unknown:
-        raise ValueError(f"build, steps: expected operations among {sorted(OPS)}, got {unknown}")
+        raise ValueError(
+            f"build, steps: expected operations among {sorted(OPS)}, got {unknown}; build it of these"
+        )
     packed = {
         name: {
             "dtype": str(np.asarray(value).dtype),

@@ -104,8 +104,8 @@ def test_programs_and_arrays_on_the_fake_device(upstream: Callable[..., Path]) -
 
 
 def test_graphs_on_the_fake_device() -> None:
-    """GR1, GR2, GR3, GR4, GR5, GR6, GR8: from Python, with a fault at every call to the driver; what each part shows
-    is in child_graphs.py."""
+    """GR1, GR2, GR3, GR4, GR5, GR6, GR8, BY3, LT4: from Python, with a fault at every call to the driver; what each part
+    shows is in child_graphs.py."""
     child = "from tests.native.cuda.child_graphs import main; main()"
     assert succeeded(run_python(child, environment=environment(fake()), timeout_s=600)) == "done\n"
 
