@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +171,13 @@ def compared(values: dict[str, list[float]]) -> dict[str, Any]:
     return {**medians, "ratio": medians["ours"] / medians["stock"], "all": values}
 
 
-def facts(what: str) -> dict[str, Any]:
+def facts(what: str, *, module: str = "benchmarks", arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """What every report begins with. ``arguments``: of the command; None: the process's."""
     return {
         "version": 1,
         "what": what,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": ["python", "-m", "benchmarks", *sys.argv[1:]],
+        "command": ["python", "-m", module, *(sys.argv[1:] if arguments is None else arguments)],
         "machine": machine(),
     }
 

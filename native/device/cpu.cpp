@@ -178,7 +178,7 @@ class CpuDevice final : public Device {
   Status do_upload(GraphExec&, StreamHandle) override { return absent("upload", "graphs"); }
   Status do_launch(GraphExec&, StreamHandle) override { return absent("launch", "graphs"); }
   SmLimits do_sm_limits() const override { return {}; }
-  Result<std::vector<PartitionRef>> do_split(std::span<const int>) override {
+  Result<std::vector<PartitionRef>> do_split(std::span<const int>, const PartitionOptions&) override {
     return absent("split", "partitions");
   }
   Result<std::vector<int>> do_sms_seen(StreamHandle, bool) override {

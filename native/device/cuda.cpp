@@ -251,6 +251,9 @@ Result<CudaInfo> cuda_info() {
   info.driver_version = driver.version;
   const char* missing = driver.missing_for_partitions();
   if (missing != nullptr) info.no_partitions = std::string("the driver has no ") + missing;
+  if (std::string old = missing_for_workqueues(driver); !old.empty())
+    info.no_workqueues = "the driver is " + old + "; they came with CUDA " +
+                         cu::version_text(cu::kOldestWithWorkqueues) + " (driver 590)";
   int count = 0;
   if (cu::Code code = driver.DeviceGetCount(&count); code != cu::kSuccess)
     return refusal(ErrorCode::kDevice, "cuda", "info", "a count of GPUs", driver.text(code),
@@ -259,7 +262,6 @@ Result<CudaInfo> cuda_info() {
     CudaInfo::Gpu gpu;
     gpu.ordinal = ordinal;
     cu::Device device = 0;
-    char name[256] = "";
     if (cu::Code code = driver.DeviceGet(&device, ordinal); code != cu::kSuccess) {
       gpu.problem = driver.text(code);
       info.gpus.push_back(std::move(gpu));
@@ -269,12 +271,20 @@ Result<CudaInfo> cuda_info() {
       int value = 0;
       return driver.DeviceGetAttribute(&value, which, device) == cu::kSuccess ? value : 0;
     };
-    (void)driver.DeviceGetName(name, sizeof name - 1, device);
     (void)driver.DeviceTotalMem(&gpu.memory_nbytes, device);
-    gpu.name = name;
     gpu.capability_major = attribute(cu::kAttributeCapabilityMajor);
     gpu.capability_minor = attribute(cu::kAttributeCapabilityMinor);
     gpu.sm_count = attribute(cu::kAttributeSmCount);
+    GpuSharing sharing = gpu_sharing(driver, device);
+    gpu.name = sharing.gpu;
+    gpu.mps = sharing.mps;
+    gpu.mig = sharing.mig;
+    if (cu::Resource all{}; missing == nullptr) {
+      if (cu::Code code = driver.DeviceGetDevResource(device, &all, cu::kResourceSm); code != cu::kSuccess) {
+        CannotSplit why = cannot_split(driver, device, "cuDeviceGetDevResource", code);
+        gpu.no_partitions = why.got + "; " + why.advice;
+      }
+    }
     if (attribute(cu::kAttributeMemoryPools) == 0) gpu.problem = "it has no stream-ordered memory pools";
     if (attribute(cu::kAttributeUnifiedAddressing) == 0) gpu.problem = "it has no unified addressing";
     info.gpus.push_back(std::move(gpu));

@@ -134,9 +134,10 @@ struct RestingStream {
 
 class CudaPartition final : public Partition {
  public:
-  CudaPartition(CudaDevice& device, CudaSms::Groups sms);
+  CudaPartition(CudaDevice& device, CudaSms::Groups sms, const PartitionOptions& options);
   ~CudaPartition() override;
   int sm_count() const override { return sm_count_; }
+  std::optional<int> workqueue_concurrency_limit() const override { return workqueue_limit_; }
   Status close() override;
   bool closed() const override { return closed_; }
   // Makes the context. Nothing is left behind by a failure.
@@ -146,12 +147,37 @@ class CudaPartition final : public Partition {
   std::vector<RestingStream> resting;
 
  private:
+  // Why there is no context of what was asked for.
+  Status cannot_open(const char* entry, cu::Code code) const;
+  // After the context was made: what it has.
+  Status read_back();
+
   CudaDevice& device_;
   const CudaSms::Groups groups_;
+  const PartitionOptions options_;
   cu::GreenContext context_ = nullptr;
   int sm_count_ = 0;
+  std::optional<int> workqueue_limit_;
   std::atomic<bool> closed_{false};
 };
+
+// Who else uses a GPU, as far as green contexts depend on it.
+struct GpuSharing {
+  std::string gpu;  // its name
+  bool mps = false;
+  bool mig = false;
+};
+GpuSharing gpu_sharing(const cu::Driver& driver, cu::Device device);
+
+// Why a GPU is not split into green contexts, after that entry point of the driver refused: "got; what to do"
+// in two parts.
+struct CannotSplit {
+  std::string got;
+  const char* advice;
+};
+CannotSplit cannot_split(const cu::Driver& driver, cu::Device device, const char* entry, cu::Code code);
+// Why the driver's version has no workqueues for green contexts; empty: it should.
+std::string missing_for_workqueues(const cu::Driver& driver);
 
 class CudaDevice final : public Device {
  public:
@@ -167,6 +193,9 @@ class CudaDevice final : public Device {
   HEADRACE_API Status failed(const char* operation, cu::Code code) const;
   // Why there are no partitions, after that entry point of the driver said so.
   Status cannot_split(const char* entry, cu::Code code) const;
+  // The same where workqueues were asked for with the SMs.
+  Status cannot_give_workqueues(const char* entry, cu::Code code) const;
+  Status no_workqueues(const std::string& got) const;
   // Keeps `keep` until the work behind `event` is done. Never waits.
   void retire(std::shared_ptr<CudaEvent> event, Keep keep);
   // Destroys them for good; from now on their handles may be somebody else's.
@@ -207,7 +236,8 @@ class CudaDevice final : public Device {
   bool do_enter_context() override;
   void do_leave_context() override;
   SmLimits do_sm_limits() const override;
-  Result<std::vector<PartitionRef>> do_split(std::span<const int> sms) override;
+  Result<std::vector<PartitionRef>> do_split(std::span<const int> sms,
+                                             const PartitionOptions& options) override;
   Result<std::vector<int>> do_sms_seen(StreamHandle stream, bool replayed) override;
   Result<GraphWork> do_work_of(Graph& graph, const PartitionRef& partition) override;
 

@@ -312,7 +312,7 @@ Status Device::launch(GraphExec& exec, StreamHandle stream) {
 
 SmLimits Device::sm_limits() const { return do_sm_limits(); }
 
-Result<std::vector<PartitionRef>> Device::split(std::span<const int> sms) {
+Result<std::vector<PartitionRef>> Device::split(std::span<const int> sms, const PartitionOptions& options) {
   HEADRACE_ENTER("split");
   for (int sm_count : sms) {
     if (sm_count < 1)
@@ -321,7 +321,11 @@ Result<std::vector<PartitionRef>> Device::split(std::span<const int> sms) {
   }
   if (sms.empty())
     return refusal(ErrorCode::kInput, name_, "split", "at least one size", "none", "name the sizes");
-  return do_split(sms);
+  if (options.workqueue_concurrency_limit.value_or(1) < 1)
+    return refusal(ErrorCode::kInput, name_, "split", "a workqueue concurrency limit of at least 1, or none",
+                   std::to_string(*options.workqueue_concurrency_limit),
+                   "say how many streams of the partition have work at once");
+  return do_split(sms, options);
 }
 
 Result<std::vector<int>> Device::sms_seen(StreamHandle stream, bool replayed) {

@@ -1,6 +1,7 @@
 // NVIDIA's driver, opened at run time: types, numbers and entry points of the CUDA driver API as far as they
 // are used here, declared by hand so that no toolkit is needed to build. Everything is as in cuda.h of CUDA
-// 13.0, for 64-bit; tests/native/cuda/test_driver_declarations.cpp compares where that header is at hand.
+// 13.0, workqueues as in that of 13.1, for 64-bit; tests/native/cuda/test_driver_declarations.cpp compares
+// where a header is at hand.
 //
 // Entry points are looked up by the name that the library exports, its version suffix included: that name's
 // signature never changes. None is a per-thread variant (_ptsz): streams are always named by a handle.
@@ -65,12 +66,20 @@ struct SmResource {
   unsigned alignment;
 };
 
+// CUdevWorkqueueConfigResource
+struct WorkqueueConfig {
+  Device device;
+  unsigned concurrency_limit;
+  int scope;
+};
+
 // CUdevResource_v1
 struct Resource {
   int type;
   unsigned char padding[92];
   union {
     SmResource sm;
+    WorkqueueConfig workqueues;
     unsigned char oversize[48];
   };
 };
@@ -167,8 +176,11 @@ enum : int {
 };
 
 // CUdevResourceType, CUgreenCtxCreate_flags
-enum : int { kResourceSm = 1 };
+enum : int { kResourceSm = 1, kResourceWorkqueueConfig = 1000 };
 enum : unsigned { kGreenDefaultStream = 1 };
+
+// CUdevWorkqueueConfigScope
+enum : int { kWorkqueuesShared = 0, kWorkqueuesBalanced = 1 };
 
 // Every driver of CUDA 12.0 and later has these.
 #define HEADRACE_DRIVER_REQUIRED(X)                                                                  \
@@ -271,6 +283,9 @@ struct Driver {
 };
 
 constexpr int kOldestDriver = 12000;
+// CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG is in cuda.h of 13.1 and not in that of 13.0. It came with no entry
+// point, so the version is all that tells beforehand.
+constexpr int kOldestWithWorkqueues = 13010;
 
 // "13.0" for 13000.
 std::string version_text(int version);

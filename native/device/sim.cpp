@@ -476,10 +476,11 @@ Status Sim::do_launch(GraphExec& exec, StreamHandle handle) {
 
 SmLimits Sim::do_sm_limits() const { return sms_->limits(); }
 
-Result<std::vector<PartitionRef>> Sim::do_split(std::span<const int> counts) {
+Result<std::vector<PartitionRef>> Sim::do_split(std::span<const int> counts,
+                                                const PartitionOptions& options) {
   Guard guard(mutex_);
   note("split");
-  return sim::split(*this, sms_, counts);
+  return sim::split(*this, sms_, counts, options);
 }
 
 Result<std::vector<int>> Sim::do_sms_seen(StreamHandle stream, bool replayed) {

@@ -59,7 +59,8 @@ class Sim final : public SimDevice {
   Status do_upload(GraphExec& exec, StreamHandle stream) override;
   Status do_launch(GraphExec& exec, StreamHandle stream) override;
   SmLimits do_sm_limits() const override;
-  Result<std::vector<PartitionRef>> do_split(std::span<const int> sms) override;
+  Result<std::vector<PartitionRef>> do_split(std::span<const int> sms,
+                                             const PartitionOptions& options) override;
   Result<std::vector<int>> do_sms_seen(StreamHandle stream, bool replayed) override;
   Result<GraphWork> do_work_of(Graph& graph, const PartitionRef& partition) override;
 

@@ -39,8 +39,9 @@ void Sms::give(std::span<const int> numbers) {
   for (int number : numbers) used_[static_cast<size_t>(number)] = false;
 }
 
-SimPartition::SimPartition(const Device& device, std::shared_ptr<Sms> sms, std::vector<int> numbers)
-    : Partition(device), sms_(std::move(sms)), numbers_(std::move(numbers)) {}
+SimPartition::SimPartition(const Device& device, std::shared_ptr<Sms> sms, std::vector<int> numbers,
+                           const PartitionOptions& options)
+    : Partition(device), sms_(std::move(sms)), numbers_(std::move(numbers)), options_(options) {}
 
 SimPartition::~SimPartition() { sms_->give(numbers_); }
 
@@ -50,7 +51,7 @@ Status SimPartition::close() {
 }
 
 Result<std::vector<PartitionRef>> split(const Device& device, const std::shared_ptr<Sms>& sms,
-                                        std::span<const int> counts) {
+                                        std::span<const int> counts, const PartitionOptions& options) {
   std::string list;
   std::vector<int> granted;
   int64_t total = 0;
@@ -71,7 +72,8 @@ Result<std::vector<PartitionRef>> split(const Device& device, const std::shared_
         "ask for fewer, or drop partitions (CUDA: CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION)");
   }
   std::vector<PartitionRef> made;
-  for (auto& numbers : taken) made.push_back(std::make_shared<SimPartition>(device, sms, std::move(numbers)));
+  for (auto& numbers : taken)
+    made.push_back(std::make_shared<SimPartition>(device, sms, std::move(numbers), options));
   return made;
 }
 

@@ -32,9 +32,14 @@ class Sms {
 
 class SimPartition final : public Partition {
  public:
-  SimPartition(const Device& device, std::shared_ptr<Sms> sms, std::vector<int> numbers);
+  SimPartition(const Device& device, std::shared_ptr<Sms> sms, std::vector<int> numbers,
+               const PartitionOptions& options);
   ~SimPartition() override;
   int sm_count() const override { return static_cast<int>(numbers_.size()); }
+  // As asked for: this device has as many workqueues as anybody wants.
+  std::optional<int> workqueue_concurrency_limit() const override {
+    return options_.workqueue_concurrency_limit;
+  }
   // Of its multiprocessors, ascending.
   const std::vector<int>& numbers() const { return numbers_; }
   Status close() override;
@@ -43,10 +48,11 @@ class SimPartition final : public Partition {
  private:
   std::shared_ptr<Sms> sms_;
   const std::vector<int> numbers_;
+  const PartitionOptions options_;
   std::atomic<bool> closed_{false};
 };
 
 Result<std::vector<PartitionRef>> split(const Device& device, const std::shared_ptr<Sms>& sms,
-                                        std::span<const int> counts);
+                                        std::span<const int> counts, const PartitionOptions& options);
 
 }  // namespace headrace::sim

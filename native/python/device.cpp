@@ -1,4 +1,5 @@
 // headrace.Device.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -161,9 +162,9 @@ PyDeviceRef make_sim(const std::string& schedule, uint64_t seed, int ordinal, in
   return device_object(make_sim_device(options));
 }
 
-nb::list split(const PyDeviceRef& self, const std::vector<int>& sms) {
+nb::list split(const PyDeviceRef& self, const std::vector<int>& sms, std::optional<int> workqueue_limit) {
   nb::list out;
-  for (auto& partition : unwrap(self->device->split(sms))) {
+  for (auto& partition : unwrap(self->device->split(sms, {workqueue_limit}))) {
     out.append(nb::cast(std::make_shared<PyPartition>(PyPartition{self, partition})));
   }
   return out;
@@ -269,12 +270,37 @@ void bind_devices(nb::module_& m) {
       .def(
           "partition",
           // An object, not an accessor: the list is gone when the function returns.
-          [](const PyDeviceRef& self, int sms) -> nb::object { return split(self, {sms})[0]; }, nb::kw_only(),
-          nb::arg("sms"),
+          [](const PyDeviceRef& self, int sms, std::optional<int> workqueue_limit) -> nb::object {
+            return split(self, {sms}, workqueue_limit)[0];
+          },
+          nb::kw_only(), nb::arg("sms"), nb::arg("workqueue_concurrency_limit").none() = nb::none(),
           "A partition of at least `sms` multiprocessors, rounded up to what the device grants: see "
           "sm_count.\n\n"
-          "Raises DeviceError when there are not so many left.")
-      .def("split", &split, nb::arg("sms"), "Disjoint partitions of the given sizes, in one split.")
+          "`workqueue_concurrency_limit`: how many of its streams are expected to have work at once, 1 or "
+          "more. "
+          "The partition "
+          "then has workqueues, which hand kernels to the multiprocessors, that are balanced with those of "
+          "other "
+          "such partitions: where possible not shared with them, so that no stream waits for another lane's. "
+          "It is an expectation and not a cap. None: the device's workqueues are shared. What was granted is "
+          "Partition.workqueue_concurrency_limit. Source: cuda.h of CUDA 13.5, \"Green Contexts: "
+          "Workqueues\" "
+          "(CU_WORKQUEUE_SCOPE_GREEN_CTX_BALANCED), which does not say whether a driver changes a limit; it "
+          "was "
+          "not run on such a driver yet.\n\n"
+          "Raises DeviceError when there are not so many multiprocessors left, and for a limit where the "
+          "driver "
+          "is older than "
+          "CUDA 13.1 (driver 590); InputError for a size or a limit below 1. Waits only for work of "
+          "partitions "
+          "that were dropped, "
+          "where their multiprocessors are needed.")
+      .def(
+          "split", &split, nb::arg("sms"), nb::kw_only(),
+          nb::arg("workqueue_concurrency_limit").none() = nb::none(),
+          "Disjoint partitions of the given sizes, in one split. Each has the workqueues that are asked for, "
+          "and what is raised is as "
+          "in partition(); where one fails, none is made.")
       .def(
           "synchronize", [](PyDevice& self) { check(unlocked([&] { return self.device->synchronize(); })); },
           "Wait for all work of the device. Raises what failed in it.")
@@ -363,9 +389,10 @@ void bind_devices(nb::module_& m) {
     nb::list gpus;
     for (const CudaInfo::Gpu& gpu : info.gpus) {
       gpus.append(nb::make_tuple(gpu.ordinal, text_of(gpu.name), gpu.capability_major, gpu.capability_minor,
-                                 gpu.sm_count, gpu.memory_nbytes, text_of(gpu.problem)));
+                                 gpu.sm_count, gpu.memory_nbytes, text_of(gpu.problem),
+                                 text_of(gpu.no_partitions), gpu.mps, gpu.mig));
     }
-    return nb::make_tuple(info.driver_version, info.no_partitions, gpus);
+    return nb::make_tuple(info.driver_version, info.no_partitions, info.no_workqueues, gpus);
   });
   m.def("sim", &make_sim, nb::arg("schedule"), nb::arg("seed"), nb::arg("ordinal"), nb::arg("sms"),
         nb::arg("memory"));

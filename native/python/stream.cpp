@@ -432,6 +432,10 @@ void bind_streams(nb::module_& m) {
       .def_prop_ro(
           "sm_count", [](const PyPartition& p) { return p.partition->sm_count(); },
           "As granted, read back from the device.")
+      .def_prop_ro(
+          "workqueue_concurrency_limit",
+          [](const PyPartition& p) { return p.partition->workqueue_concurrency_limit(); },
+          "As granted, read back from the device; None where none was asked for.")
       .def_prop_ro("device", [](const PyPartition& p) { return p.device; })
       .def(
           "stream",

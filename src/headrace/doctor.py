@@ -18,7 +18,12 @@ __all__ = ["Cuda", "Diagnosis", "Gpu", "diagnose"]
 @dataclass(frozen=True)
 class Gpu:
     """A GPU as the driver tells of it. ``capability`` is such as ``"9.0"``; ``problem`` says why it cannot be
-    used, and is empty where nothing speaks against it."""
+    used, and is empty where nothing speaks against it.
+
+    ``partitions`` is empty where the driver lends the GPU's multiprocessors to green contexts, else why not and what to do, in
+    the words in which ``Device.partition()`` refuses; it is empty too where no driver has them, see `Cuda`. A driver may
+    still refuse when a partition is made, which needs a context. ``mps``: this process is a client of an MPS server there.
+    ``mig``: it is an instance of a GPU that MIG divides."""
 
     device: str
     name: str
@@ -26,17 +31,22 @@ class Gpu:
     sm_count: int
     memory_nbytes: int
     problem: str
+    partitions: str
+    mps: bool
+    mig: bool
 
 
 @dataclass(frozen=True)
 class Cuda:
     """``driver`` is the CUDA version that the driver serves, such as ``"13.0"``, empty where there is none that
     works; ``missing`` then says what is missing and what to do. ``partitions`` is empty where the driver has green
-    contexts, else why not."""
+    contexts, else why not; whether a GPU can be split is said with the GPU. ``workqueues`` is empty where a partition may be
+    given workqueues (``workqueue_concurrency_limit``), else what the driver lacks."""
 
     driver: str
     missing: str
     partitions: str
+    workqueues: str
     gpus: tuple[Gpu, ...]
 
 
@@ -66,16 +76,17 @@ class Diagnosis:
 
 def _cuda() -> Cuda:
     try:
-        version, no_partitions, gpus = _engine.core.cuda_info()
+        version, no_partitions, no_workqueues, gpus = _engine.core.cuda_info()
     except DeviceError as error:
-        return Cuda("", str(error), "", ())
+        return Cuda("", str(error), "", "", ())
     return Cuda(
         f"{version // 1000}.{version % 1000 // 10}",
         "" if gpus else "no GPU that the driver sees",
         no_partitions,
+        no_workqueues,
         tuple(
-            Gpu(f"cuda:{ordinal}", name, f"{major}.{minor}", sm_count, nbytes, problem)
-            for ordinal, name, major, minor, sm_count, nbytes, problem in gpus
+            Gpu(f"cuda:{ordinal}", name, f"{major}.{minor}", *rest)
+            for ordinal, name, major, minor, *rest in gpus
         ),
     )
 

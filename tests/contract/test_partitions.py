@@ -50,6 +50,26 @@ def test_one_split_makes_disjoint_partitions_of_unequal_sizes(sims: Devices) -> 
         assert device.partition(sms=128).sm_count == 128
 
 
+def test_a_workqueue_concurrency_limit_is_reported_as_granted(sims: Devices) -> None:
+    """GC1: of each partition of a split; None where none was asked for; work in it is right."""
+    program = golden("split_cuda")
+    for device in sims:
+        lanes = [*device.split([8, 16], workqueue_concurrency_limit=2)]
+        lanes.append(device.partition(sms=8, workqueue_concurrency_limit=5))
+        lanes.append(device.partition(sms=8))
+        assert [lane.workqueue_concurrency_limit for lane in lanes] == [2, 2, 5, None]
+        assert [lane.sm_count for lane in lanes] == [8, 16, 8, 8]
+        for bad in (0, -3):
+            with pytest.raises(headrace.InputError, match=rf"limit of at least 1, or none, got {bad};"):
+                device.partition(sms=8, workqueue_concurrency_limit=bad)
+            with pytest.raises(headrace.InputError, match=f"got {bad};"):
+                device.split([8], workqueue_concurrency_limit=bad)
+        with program.load(device) as loaded:
+            assert program.right(loaded["forward"](*program.inputs(), stream=lanes[2].stream()))
+        lanes.clear()
+        assert device.partition(sms=132).sm_count == 132
+
+
 def test_work_of_a_lane_s_stream_is_right_and_streams_outlive_close(sims: Devices) -> None:
     """GC1: a program runs on a lane's stream; a closed partition makes no more streams, those that exist go on."""
     program = golden("split_cuda")
@@ -78,3 +98,5 @@ def test_the_cpu_has_no_partitions() -> None:
     assert device.sm_count == 0
     with pytest.raises(headrace.DeviceError, match=r"partition|multiprocessor"):
         device.partition(sms=8)
+    with pytest.raises(headrace.DeviceError, match="partition"):
+        device.partition(sms=8, workqueue_concurrency_limit=2)

@@ -312,5 +312,6 @@ def test_the_command_measures_and_proposes(capsys: pytest.CaptureFixture[str], t
 
 def test_the_page_about_lanes_runs() -> None:
     """SY2, GC1: docs/lanes.md."""
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/lanes.md").read_text(), re.DOTALL)
-    assert succeeded(run_python(block)) == "8 64\n[6. 6. 6. 6.] [6. 6. 6. 6.]\n"
+    first, workqueues = re.findall(r"```python\n(.*?)```", (ROOT / "docs/lanes.md").read_text(), re.DOTALL)
+    assert succeeded(run_python(first)) == "8 64\n[6. 6. 6. 6.] [6. 6. 6. 6.]\n"
+    assert succeeded(run_python("import headrace\n" + workqueues)) == "2\n"

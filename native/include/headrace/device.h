@@ -25,6 +25,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -129,6 +130,9 @@ class HEADRACE_API Partition : public DeviceObject {
   ~Partition() override;
   // As granted, read back from the device: requests are rounded up.
   virtual int sm_count() const = 0;
+  // PartitionOptions::workqueue_concurrency_limit as granted, read back from the device; none: none was asked
+  // for, and its streams share the device's workqueues with everybody's.
+  virtual std::optional<int> workqueue_concurrency_limit() const = 0;
   // Refuses new streams from now on. Streams that exist go on.
   virtual Status close() = 0;
   virtual bool closed() const = 0;
@@ -155,6 +159,22 @@ struct StreamOptions {
   int priority = 0;       // lower numbers are more urgent, as in CUDA
   bool blocking = false;  // whether the legacy stream and this one order each other
   PartitionRef partition = nullptr;
+};
+
+// What a partition is given beside multiprocessors. A workqueue is what hands the kernels of a stream to the
+// multiprocessors; streams that share one may wait for each other, in lanes or not ("false dependencies").
+struct PartitionOptions {
+  // How many streams of each partition are expected to have work at once, 1 or more. The partition then gets
+  // a CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG of the scope CU_WORKQUEUE_SCOPE_GREEN_CTX_BALANCED: the driver
+  // uses, "when possible, non-overlapping workqueue resources with other balanced green contexts". It is an
+  // expectation and not a cap: more streams may be made. What a device has in all depends on the environment
+  // variable CUDA_DEVICE_MAX_CONNECTIONS; of limits beyond it "the driver will not guarantee that work
+  // submission remains non-overlapping".
+  //
+  // Source: cuda.h of CUDA 13.5, "Green Contexts: Workqueues", and the CUDA programming guide, "Green
+  // contexts". They do not say whether the driver changes a limit; hence what the partition tells is read
+  // back. Of CUDA 13.1 (driver 590) and later; never run on such a driver so far.
+  std::optional<int> workqueue_concurrency_limit = std::nullopt;
 };
 
 struct SmLimits {
@@ -267,8 +287,9 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
   // Partitions that hold SMs now: those that somebody keeps, and those whose streams somebody keeps.
   int partitions() const { return *partitions_; }
   // Disjoint partitions of the given sizes, in one split. Each size is rounded up to what the device grants.
-  // kInput: a size below 1; kDevice: more than there is, with what is left; the device has no partitions.
-  Result<std::vector<PartitionRef>> split(std::span<const int> sms);
+  // `options` hold for each of them. kInput: a size or a limit below 1; kDevice: more than there is, with
+  // what is left; the device has no partitions, or its driver none with workqueues. Nothing falls back.
+  Result<std::vector<PartitionRef>> split(std::span<const int> sms, const PartitionOptions& options = {});
 
   // The multiprocessors, by their numbers, on which work of `stream` runs: blocks of a kernel, many enough
   // for all of them, say where they are. `replayed`: that kernel is captured on a stream of its own in the
@@ -324,7 +345,8 @@ class HEADRACE_API Device : public std::enable_shared_from_this<Device> {
   virtual Status do_upload(GraphExec& exec, StreamHandle stream) = 0;
   virtual Status do_launch(GraphExec& exec, StreamHandle stream) = 0;
   virtual SmLimits do_sm_limits() const = 0;
-  virtual Result<std::vector<PartitionRef>> do_split(std::span<const int> sms) = 0;
+  virtual Result<std::vector<PartitionRef>> do_split(std::span<const int> sms,
+                                                     const PartitionOptions& options) = 0;
   // Not on a stream that captures; not on the cpu.
   virtual Result<std::vector<int>> do_sms_seen(StreamHandle stream, bool replayed) = 0;
   virtual Result<GraphWork> do_work_of(Graph& graph, const PartitionRef& partition) = 0;
@@ -387,9 +409,15 @@ struct CudaInfo {
     int sm_count = 0;
     size_t memory_nbytes = 0;
     std::string problem;  // why cuda_device() would refuse it; empty: nothing is known
+    // Why this process cannot split it, and what to do, in the words of Device::split()'s refusal; empty: the
+    // driver lends its multiprocessors, as far as that can be told without a context.
+    std::string no_partitions;
+    bool mps = false;  // this process is a client of an MPS server there
+    bool mig = false;  // it is an instance of a GPU that MIG divides
   };
   int driver_version = 0;     // 13000 for CUDA 13.0
   std::string no_partitions;  // why not; empty: the driver has green contexts
+  std::string no_workqueues;  // why PartitionOptions ask for too much; empty: the driver is new enough
   std::vector<Gpu> gpus;
 };
 HEADRACE_API Result<CudaInfo> cuda_info();

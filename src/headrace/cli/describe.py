@@ -31,12 +31,24 @@ def print_diagnosis(args: argparse.Namespace) -> int:
     }
     if found.cuda.driver:
         rows["driver"] = f"CUDA {found.cuda.driver}"
-        rows["partitions"] = found.cuda.partitions or "green contexts"
+        rows["partitions"] = found.cuda.partitions or (
+            "green contexts" + (f"; no workqueues of their own: {w}" if (w := found.cuda.workqueues) else "")
+        )
     for gpu in found.cuda.gpus:
         rows[gpu.device] = (
             f"{gpu.name}, compute capability {gpu.capability}, {gpu.sm_count} SMs, "
             f"{gpu.memory_nbytes / 2**30:.0f} GiB"
             + (f"; cannot be used: {gpu.problem}" if gpu.problem else "")
+            + ("; a MIG instance" if gpu.mig else "")
+            + (
+                "; this process is an MPS client there: where CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set, work of a lane may "
+                "take all the SMs that MPS gives the process"
+                if gpu.mps and not gpu.partitions
+                else "; this process is an MPS client there"
+                if gpu.mps
+                else ""
+            )
+            + (f"; no partitions: {gpu.partitions}" if gpu.partitions else "")
         )
     if found.cuda.missing:
         rows["no GPU"] = found.cuda.missing

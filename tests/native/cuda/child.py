@@ -149,6 +149,7 @@ def check(result: Any, want: Any) -> None:
 def looking_makes_no_context() -> None:
     found = diagnose().cuda
     assert found.driver == "13.0" and found.missing == "" and found.partitions == ""
+    assert "CUDA 13.1" in found.workqueues and all(g.partitions == "" for g in found.gpus)
     assert [g.device for g in found.gpus] == ["cuda:0", "cuda:1"] and found.gpus[0].capability == "9.0"
     assert driver.fake_calls(b"cuDevicePrimaryCtxRetain") == 0
 

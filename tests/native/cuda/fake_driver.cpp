@@ -9,8 +9,8 @@
 //
 // Made to differ by the environment (FAKE_DEVICES, FAKE_VERSION, FAKE_INIT, FAKE_NO_POOLS, FAKE_MEMORY,
 // FAKE_CAPABILITY, FAKE_NO_COMPILER, FAKE_FEWER_BLOCKS, FAKE_CONTEXTS, FAKE_NAME, FAKE_MPS, FAKE_GREEN,
-// FAKE_GREEN_CREATE) and, for entry points that are missing, by macros (NO_GREEN, NO_NEWER, NO_NODES,
-// NO_POOL_ENTRY, NO_DRIVER).
+// FAKE_GREEN_CREATE, FAKE_NO_WORKQUEUES, FAKE_CONNECTIONS, FAKE_UNBALANCED) and, for entry points that are
+// missing, by macros (NO_GREEN, NO_NEWER, NO_NODES, NO_POOL_ENTRY, NO_DRIVER).
 #include <algorithm>
 #include <condition_variable>
 #include <cstdint>
@@ -143,6 +143,7 @@ struct Green {
   Context context;
   unsigned sm_count = 0;
   std::vector<unsigned> sms;  // their numbers
+  cu::WorkqueueConfig workqueues{};
   bool alive = true;
   int streams = 0;
 };
@@ -541,6 +542,7 @@ ENTRY Code cuGetErrorName(Code code, const char** name) {
                                                     {906, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"},
                                                     {907, "CUDA_ERROR_CAPTURED_EVENT"},
                                                     {908, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD"},
+                                                    {914, "CUDA_ERROR_INVALID_RESOURCE_TYPE"},
                                                     {915, "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION"}};
   auto found = names.find(code);
   if (found == names.end()) return cu::kInvalidValue;
@@ -1309,13 +1311,24 @@ struct Hidden {
   uint64_t part;
 };
 Hidden& hidden(cu::Resource& resource) { return *reinterpret_cast<Hidden*>(resource.padding + 4); }
+// Of CUDA 13.1: the type came without an entry point. What a device has is CUDA_DEVICE_MAX_CONNECTIONS'.
+const bool kWorkqueues =
+    number("FAKE_VERSION", 13000) >= cu::kOldestWithWorkqueues && number("FAKE_NO_WORKQUEUES", 0) == 0;
+const unsigned kConnections = static_cast<unsigned>(number("FAKE_CONNECTIONS", 8));
+constexpr uint64_t kWorkqueuesOf = 5000;
 }  // namespace
 
-ENTRY Code cuDeviceGetDevResource(cu::Device, cu::Resource* resource, int type) {
+ENTRY Code cuDeviceGetDevResource(cu::Device device, cu::Resource* resource, int type) {
   BEGIN("cuDeviceGetDevResource");
   if (int code = number("FAKE_GREEN", 0)) return code;
-  if (type != cu::kResourceSm) return cu::kInvalidResourceType;
   *resource = cu::Resource{};
+  if (type == cu::kResourceWorkqueueConfig && kWorkqueues) {
+    resource->type = type;
+    resource->workqueues = {device, kConnections, cu::kWorkqueuesShared};
+    hidden(*resource).part = kWorkqueuesOf + static_cast<uint64_t>(device);
+    return cu::kSuccess;
+  }
+  if (type != cu::kResourceSm) return cu::kInvalidResourceType;
   resource->type = cu::kResourceSm;
   resource->sm = {kSms, kLeast, kLeast};
   return cu::kSuccess;
@@ -1352,6 +1365,15 @@ ENTRY Code cuDevResourceGenerateDesc(cu::ResourceDescription* out, cu::Resource*
   *out = nullptr;
   std::set<uint64_t> seen;
   for (unsigned i = 0; i < count; ++i) {
+    if (parts[i].type == cu::kResourceWorkqueueConfig) {
+      const cu::WorkqueueConfig& asked = parts[i].workqueues;
+      bool ours = hidden(parts[i]).part == kWorkqueuesOf + static_cast<uint64_t>(asked.device);
+      if (!kWorkqueues || asked.concurrency_limit == 0 || asked.scope < 0 || asked.scope > 1)
+        return cu::kInvalidValue;
+      if (!ours || !seen.insert(kWorkqueuesOf).second) return cu::kInvalidResourceConfiguration;
+      continue;
+    }
+    if (parts[i].type != cu::kResourceSm) return cu::kInvalidResourceType;
     if (hidden(parts[i]).split != hidden(parts[0]).split || !seen.insert(hidden(parts[i]).part).second)
       return cu::kInvalidResourceConfiguration;
   }
@@ -1373,6 +1395,13 @@ ENTRY Code cuGreenCtxCreate(cu::GreenContext* out, cu::ResourceDescription descr
   if (description) {
     green->sm_count = 0;
     for (cu::Resource& part : reinterpret_cast<Description*>(description)->parts) {
+      if (part.type == cu::kResourceWorkqueueConfig) {
+        // How a driver rounds is not documented: here it grants no more than the device has.
+        green->workqueues = part.workqueues;
+        green->workqueues.concurrency_limit = std::min(part.workqueues.concurrency_limit, kConnections);
+        if (number("FAKE_UNBALANCED", 0)) green->workqueues.scope = cu::kWorkqueuesShared;
+        continue;
+      }
       green->sm_count += part.sm.sm_count;
       uint64_t at = hidden(part).part;
       unsigned first = at == 1000 ? kSms - part.sm.sm_count : static_cast<unsigned>(at) * part.sm.sm_count;
@@ -1400,10 +1429,16 @@ ENTRY Code cuGreenCtxDestroy(cu::GreenContext handle) {
 }
 ENTRY Code cuGreenCtxGetDevResource(cu::GreenContext handle, cu::Resource* resource, int type) {
   BEGIN("cuGreenCtxGetDevResource");
-  if (type != cu::kResourceSm) return cu::kInvalidResourceType;
+  auto* green = reinterpret_cast<Green*>(handle);
+  if (type != cu::kResourceSm && !(type == cu::kResourceWorkqueueConfig && kWorkqueues))
+    return cu::kInvalidResourceType;
   *resource = cu::Resource{};
-  resource->type = cu::kResourceSm;
-  resource->sm = {reinterpret_cast<Green*>(handle)->sm_count, kLeast, kLeast};
+  resource->type = type;
+  if (type == cu::kResourceSm) {
+    resource->sm = {green->sm_count, kLeast, kLeast};
+  } else {
+    resource->workqueues = green->workqueues;
+  }
   return cu::kSuccess;
 }
 ENTRY Code cuGreenCtxStreamCreate(cu::Stream* out, cu::GreenContext handle, unsigned flags, int priority) {

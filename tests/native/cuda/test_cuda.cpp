@@ -829,6 +829,69 @@ TEST(cuda_a_partition_that_fails_leaves_nothing_and_takes_nothing) {
   nothing_left();
 }
 
+// GC1: what is asked for is read back, or refused by a driver that is too old; nothing falls back.
+TEST(cuda_partitions_have_workqueues_of_their_own_where_the_driver_has_them) {
+  DeviceRef device = gpu();
+  PartitionOptions three{.workqueue_concurrency_limit = 3}, many{.workqueue_concurrency_limit = 100};
+  std::vector<int> sizes{8, 64};
+  for (int bad : {0, -1}) {
+    PartitionOptions options{.workqueue_concurrency_limit = bad};
+    CHECK_REFUSED(device->split(sizes, options), kInput, "at least 1", std::to_string(bad).c_str());
+  }
+  auto info = cuda_info();
+  CHECK_OK(info);
+  if (info->driver_version < 13010) {
+    int64_t before = calls("cuGreenCtxCreate");
+    CHECK_REFUSED(device->split(sizes, three), kDevice, "workqueues (CUDA 13.1, driver 590)",
+                  "one for CUDA 13.0", "update the driver");
+    CHECK_EQ(calls("cuGreenCtxCreate"), before);
+    CHECK(info->no_workqueues.find("CUDA 13.1") != std::string::npos);
+  } else {
+    CHECK(info->no_workqueues.empty());
+    auto lanes = device->split(sizes, three);
+    CHECK_OK(lanes);
+    for (size_t i = 0; i < 2; ++i) {
+      CHECK_EQ((*lanes)[i]->sm_count(), sizes[i]);
+      CHECK((*lanes)[i]->workqueue_concurrency_limit() == 3);
+    }
+    // As the driver grants it: not what was asked for.
+    auto more = device->split(std::vector<int>{8}, many);
+    CHECK_OK(more);
+    CHECK((*more)[0]->workqueue_concurrency_limit() == 8);
+    StreamHandle stream = *device->create_stream({0, false, (*more)[0]});
+    void* data = *device->allocate(8, stream);
+    CHECK_OK(device->fill(data, 1, 8, stream));
+    CHECK_OK(device->synchronize(stream));
+    CHECK_EQ(*static_cast<uint8_t*>(data), 1);
+    CHECK_OK(device->free(data, stream));
+    CHECK_OK(device->destroy_stream(stream));
+    lanes->clear();
+    more->clear();
+    // Asked of the device and read back from the context, of the first partition or of the second.
+    for (auto [entry, at] : {std::pair{"cuDeviceGetDevResource", 0},
+                             {"cuDeviceGetDevResource", 1},
+                             {"cuDevResourceGenerateDesc", 0},
+                             {"cuGreenCtxCreate", 1},
+                             {"cuGreenCtxGetDevResource", 1},
+                             {"cuGreenCtxGetDevResource", 3}}) {
+      check::Note note(std::string(entry) + " " + std::to_string(at));
+      for (cu::Code code : {cu::kInvalidResourceType, cu::kInvalidValue}) {
+        fail(entry, at, code);
+        CHECK_REFUSED(device->split(sizes, three), kDevice, "CUDA 13.1", "CUDA_ERROR_INVALID_", entry,
+                      "ask for no workqueue concurrency limit");
+      }
+      // What is broken is not called old.
+      fail(entry, at, cu::kIllegalAddress);
+      CHECK_REFUSED(device->split(sizes, three), kDevice, "CUDA_ERROR_ILLEGAL_ADDRESS");
+    }
+  }
+  auto whole = device->split(std::vector<int>{132});
+  CHECK_EQ((*whole)[0]->sm_count(), 132);
+  CHECK(!(*whole)[0]->workqueue_concurrency_limit());
+  whole->clear();
+  nothing_left();
+}
+
 // ---- where work runs
 
 // A kernel of somebody's, loaded in the primary context as CuPy and compiled libraries load theirs.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -80,17 +81,21 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
     return {"LD_LIBRARY_PATH": str(folder), **variables}
 
 
-@pytest.mark.parametrize("without", [(), ("NO_NEWER",)], ids=["of CUDA 13.0", "of CUDA 12.4"])
-def test_the_device_keeps_the_rules(without: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("without", "version"),
+    [((), "13000"), (("NO_NEWER",), "13000"), ((), "13010")],
+    ids=["of CUDA 13.0", "of CUDA 12.4", "of CUDA 13.1"],
+)
+def test_the_device_keeps_the_rules(without: tuple[str, ...], version: str) -> None:
     """LT1, LT3, LT4, GR4, GR8, GC1, GC2, CS6, SY2, DM3, DM4: sentences in test_cuda.cpp; entry points that came later
     are looked up and done without."""
     # The fake makes some objects for the process, which are no leaks of ours: it counts those itself.
-    variables = environment(fake(*without), ASAN_OPTIONS="detect_leaks=0")
+    variables = environment(fake(*without), ASAN_OPTIONS="detect_leaks=0", FAKE_VERSION=version)
     done = subprocess.run(
         [str(binary())], capture_output=True, text=True, env={**os.environ, **variables}, timeout=600
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout[-6000:] + done.stderr[-6000:]
-    assert "30 tests" in done.stdout and " 0 failures" in done.stdout
+    assert "31 tests" in done.stdout and " 0 failures" in done.stdout
 
 
 def test_programs_and_arrays_on_the_fake_device(upstream: Callable[..., Path]) -> None:
@@ -270,6 +275,108 @@ def test_a_gpu_that_is_shared_or_cannot_be_split_says_so_and_what_to_do(what: st
         assert line.startswith("cuda:0, split: ")
         for word in words:
             assert word in line, (word, line)
+
+
+WORKQUEUES = {
+    "granted": ({"FAKE_VERSION": "13010"}, "4 None"),
+    "granted less": ({"FAKE_VERSION": "13020", "FAKE_CONNECTIONS": "2"}, "2 None"),
+    "an older driver": (
+        {},
+        "cuda:0, split: expected a driver that gives green contexts workqueues (CUDA 13.1, driver 590), got one for CUDA "
+        "13.0; update the driver, or ask for no workqueue concurrency limit",
+    ),
+    "a driver that has none all the same": (
+        {"FAKE_VERSION": "13010", "FAKE_NO_WORKQUEUES": "1"},
+        "got CUDA_ERROR_INVALID_RESOURCE_TYPE",
+    ),
+    "a driver that shares them": (
+        {"FAKE_VERSION": "13010", "FAKE_UNBALANCED": "1"},
+        "expected workqueues that are balanced with those of other partitions, got a limit of 4 in scope 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WORKQUEUES)
+def test_a_workqueue_concurrency_limit_is_granted_or_refused(what: str) -> None:
+    """GC1: as read back from the context; a driver that lacks it is named and nothing is taken; the doctor agrees."""
+    variables, want = WORKQUEUES[what]
+    out = succeeded(
+        run_python(
+            """
+            import headrace
+            from headrace.doctor import diagnose
+
+            gpu = headrace.device("cuda:0")
+            try:
+                lanes = [gpu.partition(sms=8, workqueue_concurrency_limit=4), gpu.partition(sms=8)]
+                print(*[lane.workqueue_concurrency_limit for lane in lanes])
+                del lanes
+            except headrace.DeviceError as error:
+                assert error.device == "cuda:0"
+                print(error)
+            assert gpu.partition(sms=132).sm_count == 132
+            print(diagnose().cuda.workqueues)
+            """,
+            environment=environment(fake(), **variables),
+        )
+    )
+    told, doctor = out.splitlines()
+    assert want in told
+    assert bool(doctor) == ("FAKE_VERSION" not in variables)
+    assert not doctor or "CUDA 13.1" in doctor
+
+
+DOCTOR = {
+    "whole": ({}, False, False, None),
+    "MPS": ({"FAKE_GREEN": "801", "FAKE_MPS": "1"}, True, False, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"),
+    "MPS that splits": ({"FAKE_MPS": "1"}, True, False, None),
+    "MIG": (
+        {"FAKE_GREEN": "914", "FAKE_NAME": "NVIDIA H200 MIG 1g.18gb"},
+        False,
+        True,
+        "let an instance be the lane",
+    ),
+    "MIG that splits": ({"FAKE_NAME": "NVIDIA H200 MIG 1g.18gb"}, False, True, None),
+    "a GPU without": ({"FAKE_GREEN": "801"}, False, False, "use the whole device"),
+}
+
+
+@pytest.mark.parametrize("what", DOCTOR)
+def test_the_doctor_names_mps_and_mig_and_says_what_partitions_would(what: str) -> None:
+    """GC1, GC4: in the words of the refusal of partition(), without a context, in text and as JSON."""
+    variables, mps, mig, advice = DOCTOR[what]
+    out = succeeded(
+        run_python(
+            """
+            import ctypes
+            import json
+            import headrace
+            from headrace import cli
+
+            assert cli.main(["doctor", "--json"]) == 0
+            print("----")
+            assert cli.main(["doctor"]) == 0
+            print("----")
+            assert ctypes.CDLL("libcuda.so.1").fake_calls(b"cuDevicePrimaryCtxRetain") == 0
+            try:
+                print(headrace.device("cuda:0").partition(sms=8).sm_count)
+            except headrace.DeviceError as error:
+                print(error)
+            """,
+            environment=environment(fake(), **variables),
+        )
+    )
+    as_json, text, refusal = out.split("----\n")
+    cuda = json.loads(as_json)["cuda"]
+    (found,) = cuda["gpus"]
+    assert (found["mps"], found["mig"], cuda["partitions"]) == (mps, mig, "")
+    (row,) = [line for line in text.splitlines() if line.startswith("cuda:0 ")]
+    assert ("an MPS client" in row) == mps and ("a MIG instance" in row) == mig
+    if advice is None:
+        assert found["partitions"] == "" and "no partitions" not in row and refusal == "8\n"
+    else:
+        assert advice in found["partitions"] and f"no partitions: {found['partitions']}" in row
+        assert refusal.strip().endswith(f"got {found['partitions']}")
 
 
 def test_the_kernel_that_says_where_it_runs_assembles() -> None:

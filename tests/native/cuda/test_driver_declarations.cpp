@@ -136,6 +136,12 @@ static_assert(offsetof(cu::KernelNode, kernel) == offsetof(CUDA_KERNEL_NODE_PARA
 static_assert(offsetof(cu::KernelNode, context) == offsetof(CUDA_KERNEL_NODE_PARAMS_v2, ctx));
 static_assert(sizeof(cu::Resource) == sizeof(CUdevResource));
 static_assert(offsetof(cu::Resource, sm) == offsetof(CUdevResource, sm));
+static_assert(offsetof(cu::Resource, workqueues) == offsetof(CUdevResource, wqConfig));
+static_assert(sizeof(cu::WorkqueueConfig) == sizeof(CUdevWorkqueueConfigResource));
+static_assert(offsetof(cu::WorkqueueConfig, device) == offsetof(CUdevWorkqueueConfigResource, device));
+static_assert(offsetof(cu::WorkqueueConfig, concurrency_limit) ==
+              offsetof(CUdevWorkqueueConfigResource, wqConcurrencyLimit));
+static_assert(offsetof(cu::WorkqueueConfig, scope) == offsetof(CUdevWorkqueueConfigResource, sharingScope));
 static_assert(offsetof(cu::SmResource, sm_count) == offsetof(CUdevSmResource, smCount));
 static_assert(offsetof(cu::SmResource, least) == offsetof(CUdevSmResource, minSmPartitionSize));
 static_assert(offsetof(cu::SmResource, alignment) == offsetof(CUdevSmResource, smCoscheduledAlignment));
@@ -217,6 +223,9 @@ NUMBER(kNodeAllocate, CU_GRAPH_NODE_TYPE_MEM_ALLOC);
 NUMBER(kNodeFree, CU_GRAPH_NODE_TYPE_MEM_FREE);
 NUMBER(kResourceSm, CU_DEV_RESOURCE_TYPE_SM);
 NUMBER(kGreenDefaultStream, CU_GREEN_CTX_DEFAULT_STREAM);
+NUMBER(kResourceWorkqueueConfig, CU_DEV_RESOURCE_TYPE_WORKQUEUE_CONFIG);
+NUMBER(kWorkqueuesShared, CU_WORKQUEUE_SCOPE_DEVICE_CTX);
+NUMBER(kWorkqueuesBalanced, CU_WORKQUEUE_SCOPE_GREEN_CTX_BALANCED);
 
 }  // namespace
 

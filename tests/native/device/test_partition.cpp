@@ -99,6 +99,22 @@ TEST(streams_keep_their_partition_alive_and_a_closed_one_takes_no_more) {
   CHECK_OK(device->split(some));
 }
 
+// GC1.
+TEST(a_partition_tells_its_workqueue_concurrency_limit) {
+  auto device = make_sim_device({});
+  int sizes[] = {8, 64};
+  auto lanes = device->split(sizes, {.workqueue_concurrency_limit = 3});
+  CHECK(counts(lanes) == (std::vector<int>{8, 64}));
+  for (const PartitionRef& lane : *lanes) CHECK(lane->workqueue_concurrency_limit() == 3);
+  int some[] = {8};
+  CHECK(!(*device->split(some))[0]->workqueue_concurrency_limit());
+  for (int bad : {0, -1}) {
+    CHECK_REFUSED(device->split(some, {.workqueue_concurrency_limit = bad}), kInput, "at least 1",
+                  std::to_string(bad).c_str());
+  }
+  CHECK_REFUSED(cpu_device()->split(some, {.workqueue_concurrency_limit = 3}), kDevice, "partitions");
+}
+
 TEST(streams_of_a_partition_are_non_blocking) {
   auto device = make_sim_device({});
   int some[] = {8};
