@@ -234,9 +234,9 @@ StreamChoice to_stream(nb::handle object, const DeviceRef& device, const char* w
     return {usable(*stream), stream->device->device->id()};
   if (PyLong_Check(object.ptr()) && !PyBool_Check(object.ptr())) {
     if (device == nullptr) {
-      raise(Status(ErrorCode::kInput,
-                   std::string(where) + ": expected a stream, or an int together with device=, got an int "
-                                        "alone; name the handle's device"));
+      raise(Status(ErrorCode::kInput, std::string(where) +
+                                          ": expected a stream, or an int together with device=, got an int "
+                                          "alone; name the handle's device"));
     }
     StreamHandle handle = 0;
     if (!nb::try_cast(object, handle))
