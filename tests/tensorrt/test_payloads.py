@@ -223,7 +223,7 @@ shapes = st.lists(st.integers(-1, 2**31 - 1), max_size=8).map(tuple)
 @settings(max_examples=200, deadline=None)
 @given(
     names=st.lists(names, min_size=2, max_size=8, unique=True),
-    dtypes=st.lists(st.sampled_from(["", *blob.DTYPES]), min_size=8, max_size=8),
+    dtypes=st.lists(st.sampled_from(["", *blob.DTYPES.values()]), min_size=8, max_size=8),
     shape=shapes,
     split=st.integers(0, 6),
     engine=st.binary(min_size=1, max_size=60),

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import DelegateError, ProgramError
-from ..pte.tensorrt import Blob
+from ..pte.tensorrt import DTYPES, Blob
 from .nvinfer import Engine, LoadedEngine
 
 __all__ = [
-    "DTYPES",
     "EXPORT_AGAIN",
     "REPORT",
     "Profiles",
@@ -26,19 +25,6 @@ __all__ = [
 EXPORT_AGAIN = "export it again"
 # What no program, and no caller, can be the reason of.
 REPORT = "report this with the program and the versions that `headrace doctor` prints"
-
-DTYPES = {
-    "FLOAT": "float32",
-    "HALF": "float16",
-    "BF16": "bfloat16",
-    "FP8": "float8_e4m3fn",
-    "INT8": "int8",
-    "UINT8": "uint8",
-    "INT32": "int32",
-    "INT64": "int64",
-    "BOOL": "bool",
-}
-"""TensorRT's ``DataType`` by name, and PyTorch's names of those that an island's tensors can have."""
 
 
 @dataclass(frozen=True)

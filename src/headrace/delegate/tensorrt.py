@@ -24,9 +24,9 @@ import numpy as np
 from ..device import caller_stream, current_stream
 from ..device import device as open_device
 from ..errors import CaptureError, DelegateError, NotSupported, ProgramError
-from ..pte.tensorrt import read
+from ..pte.tensorrt import DTYPES, read
 from . import Context, Delegate
-from .bindings import DTYPES, EXPORT_AGAIN, REPORT, Profiles, Tensor, check_platform, is_dense, tensors_of
+from .bindings import EXPORT_AGAIN, REPORT, Profiles, Tensor, check_platform, is_dense, tensors_of
 from .nvinfer import ExecutionContext, RtxEngine, load_engine
 from .tensorrt_options import BUDGET, OPTIONS, RuntimeCacheFile, options_of, set_budget
 

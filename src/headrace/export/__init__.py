@@ -123,7 +123,7 @@ def export(
     folder, a folder, read-only), and OSError, of ``path``, where the files cannot be written in the end.
     """
     if not isinstance(verify, (bool, Verify)):
-        raise OptionError(f"verify: expected True, False or Verify(…), got {verify!r}")
+        raise OptionError(f"verify: expected True, False or Verify(…), got {verify!r}; pass one of these")
     if isinstance(delegates, (str, Claims)) or not isinstance(delegates, Iterable):
         raise OptionError(
             f"delegates: expected a list of delegates, got {delegates!r}; write [Aoti()] for one"

@@ -78,15 +78,19 @@ def _called(name: str) -> Any:
     made = importlib.import_module(module)
     for part in path.split("."):
         if not hasattr(made, part):
-            raise OptionError(f"export: expected {module} to have {path}, got no {part!r}")
+            raise OptionError(
+                f"export: expected {module} to have {path}, got no {part!r}; check the name behind the colon"
+            )
         made = getattr(made, part)
     if not callable(made):
-        raise OptionError(f"export: expected {name} to be a callable, got {type(made).__name__}")
+        raise OptionError(
+            f"export: expected {name} to be a callable, got {type(made).__name__}; name a function or a class that gives the model"
+        )
     try:
         return made()
     except Exception as error:  # the module's own code runs
         raise ExportError(
-            f"export: expected {name} to make a model, got {type(error).__name__}: {error}"
+            f"export: expected {name} to make a model, got {type(error).__name__}: {error}; call it from Python to see where it fails"
         ) from error
 
 
@@ -104,7 +108,9 @@ def _delegate(text: str) -> Claims:
         "python": Python,
     }
     if kind not in kinds:
-        raise OptionError(f"--delegate: expected aoti, xnnpack, tensorrt or python:NAME, got {text!r}")
+        raise OptionError(
+            f"--delegate: expected aoti, xnnpack, tensorrt or python:NAME, got {text!r}; name one of these, once for each delegate, in order"
+        )
     options: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         key, equals, value = item.partition("=")
@@ -118,13 +124,17 @@ def _delegate(text: str) -> Claims:
         )
         known += ENGINE if kind == "tensorrt" else ()
         if not equals or key not in known:
-            raise OptionError(f"--delegate {text!r}: expected {', '.join(known)} with a value, got {item!r}")
+            raise OptionError(
+                f"--delegate {text!r}: expected {', '.join(known)} with a value, got {item!r}; write it behind an equals sign"
+            )
         if key in options:
             raise OptionError(f"--delegate {text!r}: expected {key} once, got it again; join names with +")
         try:
             options[key] = READ.get(key, _names)(value)
         except ValueError:
-            raise OptionError(f"--delegate {text!r}: expected a number or yes or no, got {item!r}") from None
+            raise OptionError(
+                f"--delegate {text!r}: expected a number or yes or no, got {item!r}; write one of these behind the equals sign"
+            ) from None
     delegate: Claims = kinds[kind](*name, **options)
     return delegate
 
@@ -162,7 +172,9 @@ def check(args: argparse.Namespace) -> None:
     planned_on(_device(args))
     program = writable("--output", args.output)
     if args.plot is not None and writable("--plot", args.plot, ".svg").resolve() == program.resolve():
-        raise OptionError(f"--plot, {args.plot}: expected another file than the program's, got the same")
+        raise OptionError(
+            f"--plot, {args.plot}: expected another file than the program's, got the same; name another file"
+        )
 
 
 def _device(args: argparse.Namespace) -> str | None:
@@ -181,13 +193,13 @@ def run(args: argparse.Namespace) -> Exported:
         if unknown or not {"model", "example_inputs"} <= set(options):
             raise OptionError(
                 f"export: expected {args.model} to give model and example_inputs, and at most delegates, dynamic_shapes "
-                f"and verify, got {', '.join(map(str, made))}"
+                f"and verify, got {', '.join(map(str, made))}; return a dict with these keys"
             )
     elif isinstance(made, tuple) and len(made) == 2:
         options = {"model": made[0], "example_inputs": made[1]}
     else:
         raise OptionError(
-            f"export: expected {args.model} to give (model, example_inputs) or a mapping, got {type(made).__name__}"
+            f"export: expected {args.model} to give (model, example_inputs) or a mapping, got {type(made).__name__}; return one of these"
         )
     if delegates:
         options["delegates"] = delegates

@@ -88,9 +88,13 @@ class Claims:
             # A frozen object is compared and hashed by its values.
             object.__setattr__(self, option, None if value is None else tuple(value))
         if self.predicate is not None and not callable(self.predicate):
-            raise OptionError(f"{who}, predicate: expected a function of a node, got {self.predicate!r}")
+            raise OptionError(
+                f"{who}, predicate: expected a function of a node, got {self.predicate!r}; pass a function, or leave predicate out"
+            )
         if isinstance(self.min_size, bool) or not isinstance(self.min_size, int) or self.min_size < 1:
-            raise OptionError(f"{who}, min_size: expected an integer of 1 or more, got {self.min_size!r}")
+            raise OptionError(
+                f"{who}, min_size: expected an integer of 1 or more, got {self.min_size!r}; pass one"
+            )
 
     @property
     def everything(self) -> bool:
@@ -112,7 +116,7 @@ class Claims:
             except Exception as error:
                 raise ExportError(
                     f"{node.name} ({node.operator}): expected predicate {name} to say whether it is claimed, got "
-                    f"{type(error).__name__}: {error}",
+                    f"{type(error).__name__}: {error}; mend the predicate",
                     node=node.name,
                 ) from error
             if not claimed:
@@ -218,7 +222,9 @@ class Python(Claims):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.name, str) or not self.name:
-            raise OptionError(f"Python: expected a name, got {self.name!r}")
+            raise OptionError(
+                f"Python: expected a name, got {self.name!r}; name the delegate as its class does"
+            )
         if self.operators is None and self.modules is None and self.predicate is None:
             raise OptionError(
                 f"Python({self.name!r}): expected operators, modules or a predicate, got none; say what it takes"
@@ -247,14 +253,14 @@ class Profile:
             value = getattr(self, which)
             if not isinstance(value, Mapping):
                 raise OptionError(
-                    f"Profile, {which}: expected a mapping of input names to shapes, got {value!r}"
+                    f"Profile, {which}: expected a mapping of input names to shapes, got {value!r}; write {{'x': (1, 3, 224, 224)}}"
                 )
             for name, shape in value.items():
                 if isinstance(shape, str) or not (
                     isinstance(shape, Sequence) and all(type(size) is int and size >= 0 for size in shape)
                 ):
                     raise OptionError(
-                        f"Profile, {which}, {name!r}: expected a shape, integers of 0 or more, got {shape!r}"
+                        f"Profile, {which}, {name!r}: expected a shape, integers of 0 or more, got {shape!r}; write a tuple such as (1, 3, 224, 224)"
                     )
             object.__setattr__(self, which, {name: tuple(shape) for name, shape in value.items()})
         for which in ("opt", "max"):
@@ -267,13 +273,13 @@ class Profile:
             opt, high = self.opt[name], self.max[name]
             if not len(low) == len(opt) == len(high):
                 raise OptionError(
-                    f"Profile, {name!r}: expected shapes of one rank, got min {low}, opt {opt}, max {high}"
+                    f"Profile, {name!r}: expected shapes of one rank, got min {low}, opt {opt}, max {high}; give each as many sizes as the input has"
                 )
             for dim, sizes in enumerate(zip(low, opt, high, strict=True)):
                 if not sizes[0] <= sizes[1] <= sizes[2]:
                     raise OptionError(
                         f"Profile, {name!r}, dimension {dim}: expected min <= opt <= max, got {sizes[0]}, {sizes[1]}, "
-                        f"{sizes[2]}"
+                        f"{sizes[2]}; order them so"
                     )
 
 
@@ -324,31 +330,35 @@ class TensorRT(Claims):
             value = getattr(self, option)
             if isinstance(value, bool) or value not in known:
                 raise OptionError(
-                    f"TensorRT, {option}: expected one of {', '.join(map(repr, known))}, got {value!r}"
+                    f"TensorRT, {option}: expected one of {', '.join(map(repr, known))}, got {value!r}; pass one of these"
                 )
         for option in ("version_compatible", "tf32", "weight_streaming"):
             if not isinstance(getattr(self, option), bool):
                 raise OptionError(
-                    f"TensorRT, {option}: expected True or False, got {getattr(self, option)!r}"
+                    f"TensorRT, {option}: expected True or False, got {getattr(self, option)!r}; pass one of these"
                 )
         limit = self.workspace_nbytes
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
-            raise OptionError(f"TensorRT, workspace_nbytes: expected bytes, 0 or more, got {limit!r}")
+            raise OptionError(
+                f"TensorRT, workspace_nbytes: expected bytes, 0 or more, got {limit!r}; pass an int, or None for the builder's own limit"
+            )
         asked = self.compute_capabilities
         if asked is not None:
             if isinstance(asked, str) or not all(
                 isinstance(one, str) and re.fullmatch(r"\d+\.\d", one) for one in asked
             ):
                 raise OptionError(
-                    f'TensorRT, compute_capabilities: expected a list such as ["8.6", "8.9"], got {asked!r}'
+                    f'TensorRT, compute_capabilities: expected a list such as ["8.6", "8.9"], got {asked!r}; pass a list of these'
                 )
             if not asked or len(set(asked)) < len(asked):
                 raise OptionError(
-                    f"TensorRT, compute_capabilities: expected at least one, each once, got {list(asked)}"
+                    f"TensorRT, compute_capabilities: expected at least one, each once, got {list(asked)}; name each GPU once, or leave compute_capabilities out"
                 )
             object.__setattr__(self, "compute_capabilities", tuple(asked))
         if isinstance(self.profiles, Profile) or not all(isinstance(p, Profile) for p in self.profiles):
-            raise OptionError(f"TensorRT, profiles: expected a list of Profile(…), got {self.profiles!r}")
+            raise OptionError(
+                f"TensorRT, profiles: expected a list of Profile(…), got {self.profiles!r}; pass a list, or None for one profile from dynamic_shapes"
+            )
         object.__setattr__(self, "profiles", tuple(self.profiles))
         if self.builder == "tensorrt" and asked is not None:
             raise OptionError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ExportError
-from ..pte.tensorrt import Binding, Built
+from ..pte.tensorrt import DTYPES, Binding, Built
 from . import progress
 from .cache import Store
 
@@ -32,18 +32,6 @@ MODULES = {
         ("tensorrt_rtx", "tensorrt_rtx_bindings"),
         "pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings",
     ),
-}
-# TensorRT's element types by PyTorch's names.
-DTYPES = {
-    "FLOAT": "float32",
-    "HALF": "float16",
-    "BF16": "bfloat16",
-    "FP8": "float8_e4m3fn",
-    "INT8": "int8",
-    "UINT8": "uint8",
-    "INT32": "int32",
-    "INT64": "int64",
-    "BOOL": "bool",
 }
 # After so many seconds without a new phase, a step is told of.
 QUIET_S = 5.0
@@ -241,7 +229,7 @@ class Builder:
             if level is None:
                 raise ExportError(
                     f"TensorRT, hardware_compatibility: expected one that {self.runtime} {self.version} has, got "
-                    f"{settings.hardware_compatibility!r}"
+                    f"{settings.hardware_compatibility!r}; pass one of these, or install another version"
                 )
             config.hardware_compatibility_level = level
         if settings.compute_capabilities:

@@ -69,7 +69,9 @@ def _number(bound: Any) -> int | None:
 
 def _given(where: str, profile: Profile, inputs: Mapping[str, torch.Tensor], bounds: Ranges) -> Ranges:
     if unknown := sorted(set(profile.min) - set(inputs)):
-        raise OptionError(f"{where}: expected inputs among {', '.join(inputs)}, got {', '.join(unknown)}")
+        raise OptionError(
+            f"{where}: expected inputs among {', '.join(inputs)}, got {', '.join(unknown)}; name inputs as the model's forward does"
+        )
     solved: dict[sympy.Symbol, dict[str, tuple[int, str]]] = {}
     for name in profile.min:
         shape = inputs[name].shape
@@ -78,7 +80,7 @@ def _given(where: str, profile: Profile, inputs: Mapping[str, torch.Tensor], bou
             if len(given) != len(shape):
                 raise OptionError(
                     f"{where}, {which}, {name!r}: expected {len(shape)} sizes, {[str(s) for s in shape]}, got "
-                    f"{list(given)}"
+                    f"{list(given)}; give the profile those sizes"
                 )
             for dim, (size, number) in enumerate(zip(shape, given, strict=True)):
                 here = f"{where}, {which}, {name!r}, dimension {dim}"
@@ -118,18 +120,20 @@ def _solve(
         else [sympy.Integer(number)]
     )
     if not values:
-        raise OptionError(f"{here}: expected a number that {size} can be, got {number}")
+        raise OptionError(
+            f"{here}: expected a number that {size} can be, got {number}; choose a size that the model can have there"
+        )
     value = int(values[0])
     low, _, high = bounds.get(symbol, (None, None, None))
     if (low is not None and value < low) or (high is not None and value > high):
         raise OptionError(
             f"{here}: expected a size that dynamic_shapes allows, {low} to {'any' if high is None else high} for {symbol}, "
-            f"got {value}"
+            f"got {value}; keep the profile within it, or widen dynamic_shapes"
         )
     known = solved.setdefault(symbol, {})
     if which in known and known[which][0] != value:
         raise OptionError(
-            f"{here}: expected {known[which][0]}, as in {known[which][1]}, where the size is the same, got {value}"
+            f"{here}: expected {known[which][0]}, as in {known[which][1]}, where the size is the same, got {value}; give both one number"
         )
     known.setdefault(which, (value, here))
 

@@ -71,14 +71,18 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.weights not in ("inside", "beside"):
-            raise OptionError(f"weights: expected 'inside' or 'beside', got {self.weights!r}")
+            raise OptionError(
+                f"weights: expected 'inside' or 'beside', got {self.weights!r}; pass one of these"
+            )
         if self.device is None and self.resident:
             raise OptionError("resident: expected a device, got device=None; name one, or leave resident out")
         for delegate in self.delegates:
             if isinstance(delegate, type) or not (
                 isinstance(delegate, Claims) or hasattr(delegate, "partitioner")
             ):
-                raise OptionError(f"delegates: expected Aoti(), Xnnpack(), Python(…), …, got {delegate!r}")
+                raise OptionError(
+                    f"delegates: expected Aoti(), Xnnpack(), Python(…), …, got {delegate!r}; make an object of it, with parentheses, or pass one that has partitioner()"
+                )
         kinds = {type(delegate) for delegate in self.delegates}
         if {TensorRT, Aoti} <= kinds and self.target.kind == "host" and not self.stand_in:
             raise OptionError(
@@ -163,7 +167,7 @@ def _built(programs: Mapping[str, ExportedProgram], options: Options) -> tuple[d
     except Exception as error:
         raise ExportError(
             f"{path.name}: expected ExecuTorch's exporter to lower and plan the methods {', '.join(programs)}, got "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}; leave what it names to another delegate, or report this with the model"
         ) from error
     files = {path: program.buffer}
     for name, data in (program._tensor_data or {}).items():
@@ -174,7 +178,7 @@ def _built(programs: Mapping[str, ExportedProgram], options: Options) -> tuple[d
         written = pte.read(files[path])
     except ProgramError as error:
         raise ExportError(
-            f"{path.name}: expected ExecuTorch's exporter to write a program that the engine reads, got: {error}"
+            f"{path.name}: expected ExecuTorch's exporter to write a program that the engine reads, got: {error}; report this with the model"
         ) from error
     _check(path.name, files)
     verify.check_plan(path.name, written, split)
@@ -347,7 +351,7 @@ def _methods(
     if not isinstance(example_inputs, Mapping) or set(example_inputs) != set(model):
         raise OptionError(
             f"example_inputs: expected a mapping with the methods {sorted(model)}, got "
-            f"{sorted(example_inputs) if isinstance(example_inputs, Mapping) else type(example_inputs).__name__}"
+            f"{sorted(example_inputs) if isinstance(example_inputs, Mapping) else type(example_inputs).__name__}; give a tuple of inputs for each method"
         )
     if not model:
         raise OptionError("model: expected one method or more, got none; write {'forward': model}")
@@ -358,7 +362,9 @@ def _exported(name: str, model: Any, inputs: Any, shapes: Any) -> ExportedProgra
     if isinstance(model, ExportedProgram):
         return model
     if not isinstance(model, torch.nn.Module):
-        raise OptionError(f"{name}: expected a Module or an ExportedProgram, got {type(model).__name__}")
+        raise OptionError(
+            f"{name}: expected a Module or an ExportedProgram, got {type(model).__name__}; pass the module itself, in eval mode"
+        )
     if not isinstance(inputs, tuple):
         raise OptionError(
             f"{name}: expected a tuple of example inputs, got {type(inputs).__name__}; write (x,) for one"
@@ -390,7 +396,8 @@ def _useful_first(error: Exception) -> str:
     ]
     frame = innermost(trace)
     at = ", at {}:{}: {}".format(*frame) if frame and not frame[0].startswith(TORCH) else ""
-    return f"{type(error).__name__}: {said}{at}" + (f"\n{rest}" if rest else "")
+    advice = "; write that differently, or export it yourself and pass the ExportedProgram"
+    return f"{type(error).__name__}: {said}{at}{advice}" + (f"\n{rest}" if rest else "")
 
 
 def _refuse_unbounded(name: str, program: ExportedProgram) -> None:
@@ -418,7 +425,9 @@ def _refuse_foreign(name: str, program: ExportedProgram) -> None:
         for i, node in enumerate(nodes):
             _refuse_complex(f"{name}, {what} {i} {node.name!r}", node)
     if not any(isinstance(node.meta.get("val"), torch.Tensor) for node in results):
-        raise ExportError(f"{name}: expected a model that returns a tensor, got none among its results")
+        raise ExportError(
+            f"{name}: expected a model that returns a tensor, got none among its results; return a tensor"
+        )
 
 
 def _refuse_complex(where: str, node: torch.fx.Node) -> None:

@@ -170,7 +170,7 @@ def _preprocess(edge_program: ExportedProgram, compile_specs: list[CompileSpec])
         ) from error
     if not isinstance(payload, (bytes, bytearray, memoryview)):
         raise ExportError(
-            f"{island.method}, {claims.name}: expected bytes from lower(), got {type(payload).__name__}"
+            f"{island.method}, {claims.name}: expected bytes from lower(), got {type(payload).__name__}; let lower() return the island's payload as bytes"
         )
     # The engine does not mark where a delegate's inputs end. The list is the one that goes into the program.
     compile_specs[:] = [spec for spec in compile_specs if spec.key != LOWER_SPEC]

@@ -162,7 +162,7 @@ def planned_on(device: Any) -> str | None:
     """Where islands' arguments are planned: "cuda:0", or None for host memory, which "cpu" says too. Raises OptionError."""
     if device not in (None, "cpu", "cuda:0"):
         raise OptionError(
-            f"device: expected 'cuda:0', which stands for whichever device the program is loaded on, or 'cpu', got {device!r}"
+            f"device: expected 'cuda:0', which stands for whichever device the program is loaded on, or 'cpu', got {device!r}; pass one of these"
         )
     return "cuda:0" if device == "cuda:0" else None
 

@@ -261,7 +261,7 @@ def _tensors(node: torch.fx.Node) -> list[torch.Tensor]:
 
 def _dtype(node: torch.fx.Node) -> str | None:
     names = {str(t.dtype).removeprefix("torch.") for t in _tensors(node)}
-    unknown = sorted(names - set(blob.DTYPES))
+    unknown = sorted(names - set(blob.DTYPES.values()))
     return f"TensorRT has no {', '.join(unknown)}" if unknown else None
 
 

@@ -47,7 +47,9 @@ class Verify:
             if value is not None and not (
                 isinstance(value, (int, float)) and value >= 0 and math.isfinite(value)
             ):
-                raise OptionError(f"Verify, {option}: expected a finite number of 0 or more, got {value!r}")
+                raise OptionError(
+                    f"Verify, {option}: expected a finite number of 0 or more, got {value!r}; pass one, or leave it out for the default of the dtype"
+                )
         if isinstance(self.imports, str):
             raise OptionError(
                 f"Verify, imports: expected a list of names, got {self.imports!r}; write [name]"

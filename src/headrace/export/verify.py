@@ -57,11 +57,13 @@ def calls_of(
     if given is not None and not isinstance(given, Mapping):
         if len(models) > 1:
             raise OptionError(
-                f"Verify, inputs: expected a mapping with the methods {sorted(models)}, got a list"
+                f"Verify, inputs: expected a mapping with the methods {sorted(models)}, got a list; write {{'forward': [(x,), …]}}"
             )
         given = dict.fromkeys(models, given)
     if unknown := sorted(set(given or {}) - set(models)):
-        raise OptionError(f"Verify, inputs: expected methods among {sorted(models)}, got {unknown}")
+        raise OptionError(
+            f"Verify, inputs: expected methods among {sorted(models)}, got {unknown}; name methods of the model"
+        )
     found = []
     for name, model in models.items():
         program = programs[name]
@@ -267,7 +269,9 @@ def _process(verify: Verify, name: str, folder: Path) -> None:
             command, env=environment, capture_output=True, text=True, timeout=verify.timeout_s, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ExportError(f"{name}: expected {python} to verify the program, got {error}") from error
+        raise ExportError(
+            f"{name}: expected {python} to verify the program, got {error}; pass Verify(python=…), an interpreter that has headrace"
+        ) from error
     if done.returncode or not (folder / "answer.json").exists():
         lines = done.stderr.strip().splitlines()
         raise ExportError(
@@ -291,7 +295,7 @@ def _compared(
     if not isinstance(want, torch.Tensor):
         if got != want or kind["kind"] == "tensor":
             raise ExportError(
-                f"{where}, output {output}: expected {want!r} as eager PyTorch gives, got {got!r}"
+                f"{where}, output {output}: expected {want!r} as eager PyTorch gives, got {got!r}; report this with the model"
             )
         return None
     dtype, shape = _dtype(want), tuple(want.shape)

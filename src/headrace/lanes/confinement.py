@@ -40,7 +40,7 @@ def sms_seen(stream: Any, *, replayed: bool = False) -> frozenset[int]:
     look = getattr(stream, "_sms_seen", None)
     if look is None:
         raise OptionError(
-            f"sms_seen: expected a Stream, as Device.stream() or Partition.stream() gives it, got {type(stream).__name__}"
+            f"sms_seen: expected a Stream, as Device.stream() or Partition.stream() gives it, got {type(stream).__name__}; make one there"
         )
     return frozenset(look(replayed))
 
@@ -144,13 +144,13 @@ def confinement(source: Any, lane: Any, inputs: Sequence[Any] = (), *, calls: in
     """
     if not hasattr(lane, "sm_count") or not hasattr(lane, "stream"):
         raise OptionError(
-            f"confinement: expected a Partition, as Device.partition() gives it, got {type(lane).__name__}"
+            f"confinement: expected a Partition, as Device.partition() gives it, got {type(lane).__name__}; make one there"
         )
     if calls < 1:
-        raise OptionError(f"calls: expected 1 or more, got {calls}")
+        raise OptionError(f"calls: expected 1 or more, got {calls}; pass one")
     if current_stream() is not None:
         raise OptionError(
-            "confinement: expected a thread with no selected stream, got one inside caller_stream(), where calls go to that"
+            "confinement: expected a thread with no selected stream, got one inside caller_stream(), where calls go to that; call it outside"
         )
     tenant = source if isinstance(source, Tenant) else Tenant(source, inputs)
     with load(
@@ -158,7 +158,9 @@ def confinement(source: Any, lane: Any, inputs: Sequence[Any] = (), *, calls: in
     ) as program:
         name = tenant.method or program.methods[0]
         if name not in program:
-            raise InputError(f"method: expected one of {', '.join(program.methods)}, got {name!r}")
+            raise InputError(
+                f"method: expected one of {', '.join(program.methods)}, got {name!r}; name one of these"
+            )
         return _look(tenant, program[name], lane, calls)
 
 

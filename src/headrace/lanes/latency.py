@@ -41,7 +41,9 @@ class Tenant:
 
     def __post_init__(self) -> None:
         if self.target_us is not None and not self.target_us > 0:
-            raise OptionError(f"target_us: expected a positive number or None, got {self.target_us!r}")
+            raise OptionError(
+                f"target_us: expected a positive number or None, got {self.target_us!r}; pass microseconds, or None for no target"
+            )
 
     @property
     def label(self) -> str:
@@ -86,7 +88,9 @@ class Running:
         )
         name = tenant.method or self.program.methods[0]
         if name not in self.program:
-            raise InputError(f"method: expected one of {', '.join(self.program.methods)}, got {name!r}")
+            raise InputError(
+                f"method: expected one of {', '.join(self.program.methods)}, got {name!r}; name one of these"
+            )
         self.method = method = self.program[name]
         self.stream = device.stream() if lane is None else lane.stream()
         self.inputs = [
@@ -195,9 +199,11 @@ def measure(
         InputError, ProgramError, DelegateError: a program could not be loaded or called.
     """
     if len(sms) != len(tenants) or not tenants:
-        raise OptionError(f"sms: expected one size for each of {len(tenants)} tenants, got {len(sms)}")
+        raise OptionError(
+            f"sms: expected one size for each of {len(tenants)} tenants, got {len(sms)}; pass a list as long as tenants"
+        )
     if calls < 1:
-        raise OptionError(f"calls: expected 1 or more, got {calls}")
+        raise OptionError(f"calls: expected 1 or more, got {calls}; pass one")
     where = open_device(device) if isinstance(device, str) else device
     wanted = [count for count in sms if count]
     parts = iter(where.split(wanted) if wanted else ())
@@ -240,9 +246,13 @@ def side_by_side(
     in lanes, beside the others with nobody in a lane, and in its lane with the others in none. Arguments, waiting and
     errors as `measure`."""
     if len(sms) != len(tenants) or not tenants:
-        raise OptionError(f"sms: expected one size for each of {len(tenants)} tenants, got {len(sms)}")
+        raise OptionError(
+            f"sms: expected one size for each of {len(tenants)} tenants, got {len(sms)}; pass a list as long as tenants"
+        )
     if any(count < 1 for count in sms):
-        raise OptionError(f"sms: expected sizes of at least 1, got {list(sms)}")
+        raise OptionError(
+            f"sms: expected sizes of at least 1, got {list(sms)}; pass a number of multiprocessors for each"
+        )
     found = []
     for i, (tenant, count) in enumerate(zip(tenants, sms, strict=True)):
         for size in (0, count):

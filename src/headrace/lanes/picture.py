@@ -23,7 +23,7 @@ def plot_curves(proposal: Proposal, tenants: Sequence[Tenant], path: Any) -> Non
     points = [(one.sms, one.latency.p99_us) for curve in proposal.curves for one in curve]
     levels = [p for _, p in points] + [t.target_us for t in tenants if t.target_us is not None]
     if not points:
-        raise InputError("proposal: expected curves, got none")
+        raise InputError("proposal: expected curves, got none; let propose() measure them")
     widest, low, high = max(s for s, _ in points), min(levels) * 0.9, max(levels) * 1.1
 
     def x(sms: float) -> float:
@@ -70,7 +70,7 @@ def plot_curves(proposal: Proposal, tenants: Sequence[Tenant], path: Any) -> Non
 def plot_side_by_side(measured: Sequence[Measured], path: Any) -> None:
     """Write what `side_by_side` measured as an SVG picture: a bar for each setting from p50 to p99, a tick at p99.9."""
     if not measured:
-        raise InputError("measured: expected at least one measurement, got none")
+        raise InputError("measured: expected at least one measurement, got none; measure something first")
     tenants = list(dict.fromkeys(one.tenant for one in measured))
     left, right, row, top = 260, 80, 22, 40
     width, height = 760, top + row * (len(measured) + len(tenants)) + 10

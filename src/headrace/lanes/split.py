@@ -37,9 +37,11 @@ def _sizes(device: Any, sizes: Sequence[int] | None) -> list[int]:
         device.split([1])  # says why there are no partitions
     if sizes is not None:
         if not sizes:
-            raise OptionError("sizes: expected at least one, got none")
+            raise OptionError("sizes: expected at least one, got none; leave sizes out for a choice")
         if bad := [size for size in sizes if not 1 <= size <= total]:
-            raise OptionError(f"sizes: expected 1 to {total} multiprocessors, got {bad[0]}")
+            raise OptionError(
+                f"sizes: expected 1 to {total} multiprocessors, got {bad[0]}; keep within the device"
+            )
         return sorted(set(sizes))
     found, size = [], least
     while size <= total:
@@ -77,9 +79,9 @@ def propose(
         DeviceError and others: as `measure`.
     """
     if not any(tenant.target_us is not None for tenant in tenants):
-        raise OptionError("tenants: expected one with target_us at least, got none")
+        raise OptionError("tenants: expected one with target_us at least, got none; give one a target")
     if not 1 <= margin < math.inf:
-        raise OptionError(f"margin: expected 1 or more, got {margin!r}")
+        raise OptionError(f"margin: expected 1 or more, got {margin!r}; pass 1.0 for none")
     where = open_device(device) if isinstance(device, str) else device
     tried = _sizes(where, sizes)
     total = where.sm_limits["total"]

@@ -49,8 +49,18 @@ MAGIC = b"TR01"
 MAGIC_ALIASED = b"TR02"
 KINDS = ("kv_cache_update", "user")
 """Who wants an output written over an input: TensorRT, for a cache of keys and values, or the model's author."""
-DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "uint8", "int32", "int64", "bool")
-"""PyTorch's names of the element types that TensorRT's bindings can have and ExecuTorch's tensors too."""
+DTYPES = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "BF16": "bfloat16",
+    "FP8": "float8_e4m3fn",
+    "INT8": "int8",
+    "UINT8": "uint8",
+    "INT32": "int32",
+    "INT64": "int64",
+    "BOOL": "bool",
+}
+"""TensorRT's ``DataType`` by name, and PyTorch's names of those that an island's tensors can have."""
 
 _HEADER = struct.Struct("<4sIIIQ8s")
 _ALIGNMENT = 16
@@ -72,7 +82,7 @@ _AGAIN = "export it again"
 
 @dataclass(frozen=True)
 class Binding:
-    """One tensor of the engine. ``dtype`` (of `DTYPES`) may be empty, and ``shape`` too: unknown, or a scalar. In a shape
+    """One tensor of the engine. ``dtype`` (of the values of `DTYPES`) may be empty, and ``shape`` too: unknown, or a scalar. In a shape
     -1 is a size that varies."""
 
     name: str
@@ -361,8 +371,8 @@ def _binding(entry: dict[str, Any], where: str) -> list[Binding]:
     shape = _take(entry, "shape", list, [], where)
     names = _names(name, f"{where}, name")
     where = f"{where} '{names[0][:80]}'"
-    if dtype and dtype not in DTYPES:
-        _fail(f"a dtype of {', '.join(DTYPES)}", repr(dtype), where=where)
+    if dtype and dtype not in DTYPES.values():
+        _fail(f"a dtype of {', '.join(DTYPES.values())}", repr(dtype), where=where)
     if len(shape) > _MAX_RANK:
         _fail(f"at most {_MAX_RANK} dimensions", str(len(shape)), where=where)
     for size in shape:
