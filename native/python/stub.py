@@ -53,7 +53,9 @@ def stub(rules: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the type stub of the extension, or compare one with it.")
+    parser = argparse.ArgumentParser(
+        description="Write the type stub of the extension, or compare one with it."
+    )
     parser.add_argument("--check", type=Path, metavar="FILE", help="compare this stub, and write nothing")
     parser.add_argument("--rules", type=Path, default=RULES, help="nanobind's pattern file")
     args = parser.parse_args()

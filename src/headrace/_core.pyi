@@ -176,7 +176,7 @@ class Stream:
         Work enqueued from now on runs behind the event's latest record. Does not wait on the host.
         """
 
-    def call(self, function: Callable[[], object], reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> None:
+    def call(self, function: Callable[..., object], reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> None:
         """
         Run a Python function in stream order (cpu and simulated devices). `reads` and `writes` are the Buffers that it touches: they are kept, and whoever checks the order knows them. Inside it Buffer.numpy() is the memory itself. It must not call the device. What it raises is raised by the next wait for anything behind it.
         """

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import lanes
+from .device import Device
 from .device import device as open_device
 from .errors import OptionError
 from .program import Method, load
@@ -68,7 +69,7 @@ def tenants(
     files: Sequence[str],
     targets: Sequence[float | None],
     made_up: Callable[[Method], Sequence[Any]],
-    device: Any,
+    device: Device,
 ) -> list[lanes.Tenant]:
     """One for each file, called with what ``made_up`` gives for its first method."""
     found = []

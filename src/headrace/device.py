@@ -51,7 +51,7 @@ def device(
     schedule: str | int = "eager",
     sms: int = 132,
     memory_nbytes: int = 1 << 30,
-) -> Any:
+) -> Device:
     """A device by name: ``"cpu"``, ``"sim"`` or ``"sim:1"``, ``"cuda:0"``.
 
     ``cpu`` is plain host memory and synchronous. ``sim`` simulates a CUDA device deterministically, by CUDA's
@@ -95,10 +95,8 @@ def device(
             f"{name}: expected sms from 1 to 2**20 - 1 and memory_nbytes from 1 to 2**40 - 1, got {sms!r} and "
             f"{memory_nbytes!r}; leave them out, or pass ints of these"
         )
-    seeded = isinstance(schedule, int)
-    return core.sim(
-        "seed" if seeded else schedule, schedule % (1 << 64) if seeded else 0, ordinal, sms, memory_nbytes
-    )
+    way, seed = ("seed", schedule % (1 << 64)) if isinstance(schedule, int) else (schedule, 0)
+    return core.sim(way, seed, ordinal, sms, memory_nbytes)
 
 
 class caller_stream:  # reads as a verb where it is used
@@ -117,7 +115,7 @@ class caller_stream:  # reads as a verb where it is used
         DeviceError: ``device`` is given and the stream is another's.
     """
 
-    def __init__(self, stream: Any, device: Any = None) -> None:
+    def __init__(self, stream: Any, device: Device | None = None) -> None:
         self._stream = stream
         self._device = device
 
@@ -170,7 +168,7 @@ def _open_blocks() -> list[_Block]:
     return blocks
 
 
-def current_stream() -> Any:
+def current_stream() -> Stream | None:
     """The calling thread's selected stream as a `Stream`, or None where nothing is selected.
 
     Raises:

@@ -19,11 +19,12 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from .errors import EngineError, OptionError
 
-__all__ = ["Engine", "engine", "library_folders", "num_threads", "set_num_threads"]
+__all__ = ["Engine", "core", "engine", "library_folders", "num_threads", "set_num_threads"]
 
 RUNTIME = "libexecutorch.so"
 # In the order in which each finds its needs loaded already. The last two only register themselves.
@@ -138,7 +139,7 @@ def _check_mapped(folder: Path) -> None:
             )
 
 
-def _load() -> tuple[Engine, Any]:
+def _load() -> tuple[Engine, ModuleType]:
     ours = bundled()
     wanted = json.loads((ours / "engine.json").read_text())
     package = _installed()
@@ -158,7 +159,12 @@ def _load() -> tuple[Engine, Any]:
     return Engine(wanted["version"], "installed" if package else "bundled", str(folder)), _core
 
 
-_engine, core = _load()
+_engine, _extension = _load()
+if TYPE_CHECKING:
+    # A module by name, so that its classes are types wherever they are imported from here.
+    from . import _core as core
+else:
+    core = _extension
 
 
 def engine() -> Engine:
@@ -168,7 +174,7 @@ def engine() -> Engine:
 
 def num_threads() -> int:
     """Threads that the CPU kernels and XNNPACK share in this process. At first one for each fast core."""
-    return int(core.num_threads())
+    return core.num_threads()
 
 
 def set_num_threads(count: int) -> None:

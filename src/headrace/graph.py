@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from .engine import core
 from .errors import OptionError
 from .stats import Counts, GraphStats
 
@@ -21,7 +22,7 @@ class Graph:
 
     __slots__ = ("_native", "_outputs", "_replay")
 
-    def __init__(self, native: Any, outputs: tuple[Any, ...]) -> None:
+    def __init__(self, native: core.Graph, outputs: tuple[Any, ...]) -> None:
         self._native = native
         self._replay = native.replay
         self._outputs = outputs
@@ -57,8 +58,7 @@ class Graph:
         """
         if not isinstance(borrow, bool):
             raise OptionError(f"borrow: expected a bool, got {type(borrow).__name__}; pass True or False")
-        results: tuple[Any, ...] = self._replay(inputs, stream, out, borrow)
-        return results
+        return self._replay(inputs, stream, out, borrow)
 
     @property
     def stats(self) -> GraphStats:

@@ -103,7 +103,7 @@ class Method:
 
     __slots__ = ("_call", "_native")
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: core.Method) -> None:
         self._native = native
         self._call = native.call
 
@@ -135,8 +135,7 @@ class Method:
             DeviceError: the stream or an array is of another device, or a device operation failed.
             ProgramError: the program was closed.
         """
-        outputs: tuple[Any, ...] = self._call(inputs, stream, out, strict)
-        return outputs
+        return self._call(inputs, stream, out, strict)
 
     def capture(self, *examples: Any, stream: Any = None, keep: int = 4) -> Graph:
         """Run the method once on ``examples`` and capture it as one graph over all its islands.
@@ -167,7 +166,7 @@ class Method:
     @property
     def name(self) -> str:
         """The method's name, such as ``"forward"``."""
-        return str(self._native.name)
+        return self._native.name
 
     @property
     def inputs(self) -> tuple[ValueInfo, ...]:
@@ -191,7 +190,7 @@ class Method:
         return Stats(calls, Counts(**last), Counts(**total))
 
     @property
-    def device(self) -> Any:
+    def device(self) -> Device:
         """The `Device` that the program is bound to."""
         return self._native.device
 
@@ -202,12 +201,12 @@ class Method:
 class Program(Mapping[str, Method]):
     """A loaded program: a mapping from method names to `Method`, and a context manager that closes it."""
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: core.Program) -> None:
         self._native = native
         self._methods = {name: Method(native.method(name)) for name in native.method_names()}
 
     @property
-    def device(self) -> Any:
+    def device(self) -> Device:
         """The `Device` that the program is bound to."""
         return next(iter(self._methods.values())).device
 
@@ -282,8 +281,8 @@ def load(
     source: Source,
     *,
     data: Source | Sequence[Source] = (),
-    device: Any = None,
-    lane: Any = None,
+    device: Device | str | None = None,
+    lane: Partition | None = None,
     options: Mapping[str, Mapping[str, OptionValue]] | None = None,
     instances: int = 1,
     allow_native_code: bool = True,

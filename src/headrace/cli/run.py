@@ -22,6 +22,7 @@ from numpy.lib.npyio import NpzFile
 import headrace
 
 from .. import lanes
+from ..device import Device, Partition
 from ..device import device as open_device
 from ..errors import InputError, OptionError
 from ..ordering import record
@@ -182,10 +183,11 @@ def _compare(args: argparse.Namespace, method: Method, outputs: Sequence[Any]) -
     return rows
 
 
-def _device(args: argparse.Namespace) -> Any:
+def _device(args: argparse.Namespace) -> Device | str | None:
     """The device of --device and --schedule; None where neither was given."""
     if args.schedule is None:
-        return args.device
+        given: str | None = args.device
+        return given
     name = args.device or "sim"
     if not name.startswith("sim"):
         raise OptionError(
@@ -196,7 +198,7 @@ def _device(args: argparse.Namespace) -> Any:
     return open_device(name, schedule=int(args.schedule) if seed else args.schedule)
 
 
-def _lane(lane: Any, args: argparse.Namespace) -> dict[str, int]:
+def _lane(lane: Partition | None, args: argparse.Namespace) -> dict[str, int]:
     """What was asked for and what was granted; empty where there is no lane."""
     if lane is None:
         return {}
@@ -357,6 +359,7 @@ def run(args: argparse.Namespace) -> int:
         stats = graph.stats if graph else None
         confined = None
         if args.confinement:
+            assert lane is not None  # _check_options
             tenant = lanes.Tenant(args.file, inputs, data=args.data, method=name)
             confined = lanes.confinement(tenant, lane)
         ran = _Ran(method, outputs, seconds, compared, planned, ordering, stats, _lane(lane, args), confined)

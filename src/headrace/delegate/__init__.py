@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..device import Buffer, Device, Stream
 from ..engine import core
 from ..errors import OptionError
 
@@ -41,7 +42,7 @@ class Context:
     num_inputs: int
     specs: Mapping[str, bytes]
     options: Mapping[str, bool | int | str]
-    device: Any
+    device: Device
     named_data: Callable[[str], bytes]
 
 
@@ -90,7 +91,7 @@ class Delegate:
         OptionError, InputError, DelegateUnavailable or OutOfDeviceMemory keeps its class and its words.
         """
 
-    def run(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
+    def run(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Stream) -> None:
         """Enqueue the island's work on ``stream``.
 
         Tensors are `Buffer`s, lent until the call's work is done; numbers and None come as they are. Outputs have
@@ -108,7 +109,7 @@ class Delegate:
         """
         return True
 
-    def state(self) -> tuple[Any, ...]:
+    def state(self) -> tuple[Buffer, ...]:
         """The `Buffer`s that runs change and that are kept from run to run, such as a cache of keys and values.
 
         A capture may run the method more than once; it puts their content back where a run must not count, and
@@ -130,4 +131,4 @@ class Delegate:
     def stage() -> str:
         """What the `run` that the calling thread is in is for: ``"call"``, ``"warm-up"`` (before a capture: what
         may be allocated has to be, now) or ``"capture"``."""
-        return str(core.capture_stage())
+        return core.capture_stage()

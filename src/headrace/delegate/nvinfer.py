@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..device import Device
 from ..engine import core
 from ..errors import DelegateUnavailable, DeviceError, OptionError, ProgramError
 from ..pte.tensorrt import Blob
@@ -353,12 +354,12 @@ def fitting(blob: Blob) -> tuple[tuple[Installed, ...], str]:
     return here, "" if here else _advice(blob, kinds)
 
 
-def _capability(device: Any, module: Any) -> str:
+def _capability(device: Device, module: Any) -> str:
     """Such as "9.0"; of a simulated device what the module that stands in says."""
     if not device.name.startswith("cuda"):
         return str(getattr(module, "compute_capability", ""))
     try:
-        _, _, gpus = core.cuda_info()
+        *_, gpus = core.cuda_info()
     except DeviceError:
         return ""
     return next((f"{gpu[2]}.{gpu[3]}" for gpu in gpus if gpu[0] == device.ordinal), "")
@@ -382,7 +383,7 @@ def _refusal(module: Any, runtime: Any, log: _Log, data: bytes) -> str:
     return ", ".join(names) or " / ".join(log.lines(errors=True)[-3:]) or "no reason given"
 
 
-def load_engine(blob: Blob, device: Any, wanted: str = "") -> LoadedEngine:
+def load_engine(blob: Blob, device: Device, wanted: str = "") -> LoadedEngine:
     """The engine in ``blob``, on ``device``, by the first installed run time that fits it and takes it.
 
     Args:

@@ -13,6 +13,7 @@ calls of an island, and one for each graph.
 from __future__ import annotations
 
 import contextlib
+import enum
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..device import caller_stream, current_stream
+from ..device import Buffer, Event, Partition, Stream, caller_stream, current_stream
 from ..device import device as open_device
 from ..errors import CaptureError, DelegateError, NotSupported, ProgramError
 from ..pte.tensorrt import DTYPES, read
@@ -36,6 +37,12 @@ __all__ = ["DTYPES", "OPTIONS", "TensorRTBackend"]
 _ALIGNMENT = 256
 
 
+class _Foreign(enum.Enum):
+    """A green context that headrace did not make."""
+
+    CONTEXT = enum.auto()
+
+
 @dataclass
 class _Setup:
     """What a context was set up with. ``host`` are the values of inputs that the engine reads on the host."""
@@ -44,7 +51,7 @@ class _Setup:
     shapes: tuple[tuple[int, ...], ...] = ()
     host: tuple[bytes, ...] = ()
     addresses: tuple[int, ...] = ()
-    partition: Any = None
+    partition: Partition | _Foreign | None = None
 
 
 @dataclass
@@ -53,11 +60,11 @@ class _Execution:
     the work that uses it."""
 
     context: ExecutionContext
-    event: Any  # behind the latest enqueue
+    event: Event  # behind the latest enqueue
     pending: bool = False  # whether the event was recorded and may not have come
     setup: _Setup = field(default_factory=_Setup)
     results: tuple[tuple[int, ...], ...] = ()
-    auxiliary: list[Any] = field(default_factory=list)
+    auxiliary: list[Stream] = field(default_factory=list)
     scratch: dict[str, Any] = field(default_factory=dict)
     on_host: dict[str, Any] = field(default_factory=dict)
 
@@ -124,7 +131,7 @@ class TensorRTBackend(Delegate):
             execution, self._execution = self._execution, None
         return execution
 
-    def run(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Any) -> None:
+    def run(self, inputs: tuple[Any, ...], outputs: tuple[Any, ...], stream: Stream) -> None:
         for side, tensors, given in (("input", self._inputs, inputs), ("output", self._outputs, outputs)):
             if len(given) != len(tensors):
                 raise DelegateError(f"expected {len(tensors)} {side}s, got {len(given)}; {EXPORT_AGAIN}")
@@ -180,7 +187,7 @@ class TensorRTBackend(Delegate):
                 # The copies use memory that is the engine's again when this returns.
                 stream.synchronize()
 
-    def _stage(self, tensor: Tensor, shape: tuple[int, ...], stream: Any) -> Any:
+    def _stage(self, tensor: Tensor, shape: tuple[int, ...], stream: Stream) -> Any:
         """Memory of the device, kept for calls of this shape."""
         kept = self._staged.get(tensor.name)
         if kept is None or kept.shape != shape:
@@ -189,7 +196,7 @@ class TensorRTBackend(Delegate):
 
     # -------------------- memory of the device
 
-    def _run(self, inputs: Sequence[Any], outputs: Sequence[Any], stream: Any) -> None:
+    def _run(self, inputs: Sequence[Any], outputs: Sequence[Any], stream: Stream) -> None:
         execution = self._ready()
         stage = self.stage()
         try:
@@ -205,7 +212,7 @@ class TensorRTBackend(Delegate):
             execution.settle()
 
     def _enqueue(
-        self, execution: _Execution, inputs: Sequence[Any], outputs: Sequence[Any], stream: Any, stage: str
+        self, execution: _Execution, inputs: Sequence[Any], outputs: Sequence[Any], stream: Stream, stage: str
     ) -> None:
         loaded, context = self._loaded, execution.context
         loaded.log.clear()
@@ -290,7 +297,7 @@ class TensorRTBackend(Delegate):
             )
         return _Execution(context, self._device.event())
 
-    def _set_shapes(self, execution: _Execution, inputs: Sequence[Any], stream: Any, stage: str) -> None:
+    def _set_shapes(self, execution: _Execution, inputs: Sequence[Any], stream: Stream, stage: str) -> None:
         """Profile and shapes, where they are others than the ones before."""
         setup = execution.setup
         shapes = tuple(tuple(b.shape) for b in inputs)
@@ -373,7 +380,7 @@ class TensorRTBackend(Delegate):
                 )
         execution.setup.addresses = addresses
 
-    def _set_auxiliary(self, execution: _Execution, stream: Any, stage: str) -> None:
+    def _set_auxiliary(self, execution: _Execution, stream: Stream, stage: str) -> None:
         """Streams beside the call's, in its partition: those that TensorRT would make might be in none."""
         count = self._loaded.engine.num_aux_streams
         if not count:
@@ -382,7 +389,7 @@ class TensorRTBackend(Delegate):
         if execution.auxiliary and execution.setup.partition == partition:
             return
         self._change(execution, stage)
-        if partition is _FOREIGN:
+        if partition is _Foreign.CONTEXT:
             # TensorRT makes them there itself, where it was built with CUDA 13 or later.
             execution.auxiliary = [stream]
             execution.context.set_aux_streams([])
@@ -401,7 +408,7 @@ class TensorRTBackend(Delegate):
             )
         execution.settle()
 
-    def _aligned(self, execution: _Execution, tensor: Tensor, buffer: Any, stream: Any) -> Any:
+    def _aligned(self, execution: _Execution, tensor: Tensor, buffer: Buffer, stream: Stream) -> Any:
         """The buffer, or memory of ours where TensorRT does not take its address."""
         if buffer.nbytes and (buffer.address % _ALIGNMENT == 0 or self._device.name == "cpu"):
             return buffer
@@ -413,7 +420,7 @@ class TensorRTBackend(Delegate):
             )
         return kept
 
-    def _fetch(self, execution: _Execution, tensor: Tensor, buffer: Any, stream: Any) -> bytes:
+    def _fetch(self, execution: _Execution, tensor: Tensor, buffer: Buffer, stream: Stream) -> bytes:
         """The content of an input that the engine reads on the host. Waits."""
         host = open_device("cpu").empty(buffer.shape, buffer.dtype)
         stream.copy(buffer, host)
@@ -426,7 +433,7 @@ class TensorRTBackend(Delegate):
         content: bytes = array.tobytes()
         return content
 
-    def _put(self, execution: _Execution, tensor: Tensor, buffer: Any, stream: Any) -> None:
+    def _put(self, execution: _Execution, tensor: Tensor, buffer: Buffer, stream: Stream) -> None:
         """An output that the engine wrote on the host, behind what is on the stream. Waits."""
         stream.synchronize()
         host = open_device("cpu").to_device(execution.on_host[tensor.name].reshape(buffer.shape))
@@ -438,7 +445,7 @@ class TensorRTBackend(Delegate):
             f"{t.name} {list(s)}" for t, s in zip(self._inputs, shapes or execution.setup.shapes, strict=True)
         )
 
-    def _why_not(self, execution: _Execution, stream: Any) -> str:
+    def _why_not(self, execution: _Execution, stream: Stream) -> str:
         """TensorRT answers yes or no; what it logged may say why, and if not, this is what it mostly is."""
         text = (
             f"expected the engine to be enqueued on {stream!r} for {self._said(execution)}, got no from "
@@ -448,7 +455,7 @@ class TensorRTBackend(Delegate):
         if lane is not None:
             sms = (
                 f"a partition of {lane.sm_count} SMs"
-                if lane is not _FOREIGN
+                if lane is not _Foreign.CONTEXT
                 else "somebody else's green context"
             )
             return (
@@ -461,18 +468,15 @@ class TensorRTBackend(Delegate):
         )
 
 
-_FOREIGN = object()
-
-
-def _partition(stream: Any) -> Any:
-    """The partition that the stream is in, None, or _FOREIGN: somebody else's, in which no stream can be made here."""
+def _partition(stream: Stream) -> Partition | _Foreign | None:
+    """The partition that the stream is in, None, or somebody else's, in which no stream can be made here."""
     try:
         return stream.partition
     except NotSupported:
-        return _FOREIGN
+        return _Foreign.CONTEXT
 
 
-def _resize(tensor: Tensor, buffer: Any, shape: tuple[int, ...]) -> None:
+def _resize(tensor: Tensor, buffer: Buffer, shape: tuple[int, ...]) -> None:
     # TensorRT says [1] for what has no dimensions.
     if tuple(buffer.shape) == shape or (tuple(buffer.shape) == () and shape == (1,)):
         return

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..device import current_stream
+from ..device import Partition, current_stream
+from ..device import Stream as DeviceStream
 from ..engine import core
 from ..errors import CaptureError, HeadraceError, InputError, NotSupported, OptionError
 from ..graph import Graph
@@ -20,7 +21,7 @@ __all__ = ["Confinement", "confinement", "sms_seen"]
 _WORK = {Kind.COPY, Kind.FILL, Kind.CALL, Kind.LAUNCH}
 
 
-def sms_seen(stream: Any, *, replayed: bool = False) -> frozenset[int]:
+def sms_seen(stream: DeviceStream, *, replayed: bool = False) -> frozenset[int]:
     """The numbers of the multiprocessors on which work of a stream runs, as blocks of a small kernel see them; on `sim`
     those of the stream's partition.
 
@@ -117,7 +118,7 @@ class Confinement:
         return f"{head}leaves its lane of {self.granted} SMs:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def confinement(source: Any, lane: Any, inputs: Sequence[Any] = (), *, calls: int = 2) -> Confinement:
+def confinement(source: Any, lane: Partition, inputs: Sequence[Any] = (), *, calls: int = 2) -> Confinement:
     """Load a program bound to a lane, call it, capture it and replay it, and see where that ran.
 
     A program runs whatever its delegates launch, on whatever streams. So two things are asked. Blocks of a kernel enqueued
@@ -164,7 +165,7 @@ def confinement(source: Any, lane: Any, inputs: Sequence[Any] = (), *, calls: in
         return _look(tenant, program[name], lane, calls)
 
 
-def _look(tenant: Tenant, method: Method, lane: Any, calls: int) -> Confinement:
+def _look(tenant: Tenant, method: Method, lane: Partition, calls: int) -> Confinement:
     stream = method._native.settled()
     replayed: frozenset[int] = frozenset()
     kernels, untold_kernels, untold, escaped, not_looked = 0, 0, 0, [], ""
@@ -224,11 +225,11 @@ def _kernel(name: str) -> str:
     return f"in its graph: {name or 'a kernel whose name the driver does not tell'} runs outside the lane"
 
 
-def _elsewhere(log: Log, stream: Any, lane: Any) -> list[str]:
+def _elsewhere(log: Log, stream: DeviceStream, lane: Partition) -> list[str]:
     """What calls of this program enqueued on streams outside the lane. Its own stream tells its calls from others'."""
-    device = lane.device
+    here = lane.device
     own = {
-        number for number, s in log.streams.items() if s.handle == stream.handle and s.device_id == device._id
+        number for number, s in log.streams.items() if s.handle == stream.handle and s.device_id == here._id
     }
     mine = {entry.call for entry in log.entries if entry.kind == Kind.BEGIN_CALL and entry.stream in own}
     refused = {entry.object for entry in log.entries if entry.kind == Kind.REFUSED}
@@ -237,7 +238,7 @@ def _elsewhere(log: Log, stream: Any, lane: Any) -> list[str]:
         if entry.kind not in _WORK or not entry.call or entry.call not in mine or entry.number in refused:
             continue
         where = log.streams[entry.stream]
-        if entry.stream in own or where.device_id != device._id or _inside(where, lane):
+        if entry.stream in own or where.device_id != here._id or _inside(where, lane):
             continue
         island = log.islands.get(entry.island)
         who = f"instruction {island.instruction}, delegate '{island.delegate}'" if island else "the method"
@@ -246,8 +247,8 @@ def _elsewhere(log: Log, stream: Any, lane: Any) -> list[str]:
     return found
 
 
-def _inside(where: Stream, lane: Any) -> bool:
+def _inside(where: Stream, lane: Partition) -> bool:
     try:
-        return bool(core.stream_on(lane.device, where.handle).partition == lane)
+        return core.stream_on(lane.device, where.handle).partition == lane
     except HeadraceError:  # gone by now: its size is what is left of it
-        return bool(where.sm_count == lane.sm_count)
+        return where.sm_count == lane.sm_count

@@ -13,7 +13,7 @@ from warnings import catch_warnings, simplefilter
 
 import numpy as np
 
-from ..device import LaneWarning
+from ..device import Device, Event, LaneWarning, Partition
 from ..device import device as open_device
 from ..errors import CaptureError, InputError, OptionError
 from ..graph import Graph
@@ -82,7 +82,7 @@ class Measured:
 class Running:
     """A tenant's program, loaded, with its inputs where they belong, captured if it can be."""
 
-    def __init__(self, tenant: Tenant, device: Any, lane: Any) -> None:
+    def __init__(self, tenant: Tenant, device: Device, lane: Partition | None) -> None:
         self.program = load(
             tenant.source, data=tuple(tenant.data), device=device, lane=lane, options=tenant.options
         )
@@ -124,7 +124,7 @@ class Running:
 
     def keep_busy(self, stop: threading.Event, started: threading.Event) -> None:
         """Keeps ``DEPTH`` calls in flight until told to stop."""
-        flying: deque[Any] = deque()
+        flying: deque[Event] = deque()
         while not stop.is_set():
             self.run()
             flying.append(self.stream.record())
@@ -177,7 +177,7 @@ def measure(
     tenants: Sequence[Tenant],
     sms: Sequence[int],
     *,
-    device: Any = "cuda:0",
+    device: Device | str = "cuda:0",
     calls: int = 1000,
     only: int | None = None,
 ) -> list[Measured]:
@@ -240,7 +240,7 @@ def measure(
 
 
 def side_by_side(
-    tenants: Sequence[Tenant], sms: Sequence[int], *, device: Any = "cuda:0", calls: int = 1000
+    tenants: Sequence[Tenant], sms: Sequence[int], *, device: Device | str = "cuda:0", calls: int = 1000
 ) -> list[Measured]:
     """Everything that says what lanes are worth: each tenant alone on the whole GPU, alone in its lane, beside the others
     in lanes, beside the others with nobody in a lane, and in its lane with the others in none. Arguments, waiting and

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from ..device import Device
 from ..device import device as open_device
 from ..errors import OptionError
 from .latency import Measured, Tenant, measure
@@ -30,7 +30,7 @@ class Proposal:
     measured: tuple[Measured, ...] = ()
 
 
-def _sizes(device: Any, sizes: Sequence[int] | None) -> list[int]:
+def _sizes(device: Device, sizes: Sequence[int] | None) -> list[int]:
     limits = device.sm_limits
     least, total = limits["least"], limits["total"]
     if least == 0:
@@ -53,7 +53,7 @@ def _sizes(device: Any, sizes: Sequence[int] | None) -> list[int]:
 def propose(
     tenants: Sequence[Tenant],
     *,
-    device: Any = "cuda:0",
+    device: Device | str = "cuda:0",
     sizes: Sequence[int] | None = None,
     calls: int = 1000,
     margin: float = MARGIN,
@@ -171,14 +171,14 @@ def _missing(
     )
 
 
-def _down(size: int, device: Any) -> int:
+def _down(size: int, device: Device) -> int:
     """A size that is granted as it is; 0: less than the smallest."""
     limits = device.sm_limits
     step = max(limits["alignment"], limits["least"])
     return int(size // step * step)
 
 
-def _share(chosen: Sequence[int], device: Any, most: int) -> list[int] | None:
+def _share(chosen: Sequence[int], device: Device, most: int) -> list[int] | None:
     """Sizes for all: those that were chosen, and equal parts of the rest, ``most`` at most, for 0. None: too little is left."""
     limits = device.sm_limits
     step = max(limits["alignment"], limits["least"])

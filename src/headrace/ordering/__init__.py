@@ -64,6 +64,7 @@ class Record:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        assert self._began is not None  # entered
         self._raw = core.record_stop(self._began)
 
     @property

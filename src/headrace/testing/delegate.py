@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..delegate import Context, Delegate
-from ..device import caller_stream
+from ..device import Device, Stream, caller_stream
 from ..device import device as open_device
 from ..errors import InputError, OrderingError
 from ..ordering import record
@@ -47,7 +47,7 @@ def check_delegate(
     specs: Mapping[str, bytes] | None = None,
     options: Mapping[str, bool | int | str] | None = None,
     named_data: Mapping[str, bytes] | None = None,
-    device: Any = None,
+    device: Device | None = None,
     rtol: float = 0.0,
     atol: float = 0.0,
     seeds: int = 30,
@@ -88,13 +88,13 @@ def check_delegate(
     wanted = tuple(np.asarray(y) for y in outputs)
     bench = _Bench(cls, payload, arrays, wanted, specs or {}, options or {}, named_data or {}, rtol, atol)
     schedules: list[str | int] = ["eager", "late", *range(seeds)]
-    sims: list[Callable[[], Any]] = [partial(open_device, "sim", schedule=each) for each in schedules]
+    sims: list[Callable[[], Device]] = [partial(open_device, "sim", schedule=each) for each in schedules]
     if device is None:
         makers = sims if cls.requires_device else [lambda: open_device("cpu"), *sims]
     else:
         makers, sims = [lambda: device], []
 
-    def on(devices: Sequence[Callable[[], Any]], check: Callable[[Any], None]) -> Callable[[], None]:
+    def on(devices: Sequence[Callable[[], Device]], check: Callable[[Device], None]) -> Callable[[], None]:
         def run() -> None:
             for make in devices:
                 check(make())
@@ -137,7 +137,7 @@ class _Bench:
         self.specs, self.options, self.named_data = specs, options, named_data
         self.rtol, self.atol = rtol, atol
 
-    def load(self, device: Any) -> Delegate:
+    def load(self, device: Device) -> Delegate:
         made = self.cls()
         made.load(
             self.payload,
@@ -153,7 +153,7 @@ class _Bench:
         )
         return made
 
-    def call(self, made: Delegate, given: tuple[Any, ...], results: tuple[Any, ...], stream: Any) -> None:
+    def call(self, made: Delegate, given: tuple[Any, ...], results: tuple[Any, ...], stream: Stream) -> None:
         """As a method does: on a device the stream of the call is the thread's selection too."""
         if stream.device.name == "cpu":
             made.run(given, results, stream)
@@ -161,10 +161,10 @@ class _Bench:
             with caller_stream(stream):
                 made.run(given, results, stream)
 
-    def arguments(self, device: Any) -> tuple[Any, ...]:
+    def arguments(self, device: Device) -> tuple[Any, ...]:
         return tuple(device.to_device(x) if isinstance(x, np.ndarray) else x for x in self.inputs)
 
-    def results(self, device: Any) -> tuple[Any, ...]:
+    def results(self, device: Device) -> tuple[Any, ...]:
         """Memory of 0xFF bytes: what is not written is not a number."""
         return tuple(
             device.to_device(np.full(y.nbytes, 0xFF, np.uint8).view(y.dtype).reshape(y.shape))
@@ -189,7 +189,7 @@ class _Bench:
         said = self.load(open_device("cpu" if not self.cls.requires_device else "sim")).capturable()
         expect(said is True or (isinstance(said, str) and said), "True, or a reason why not", repr(said))
 
-    def answers(self, device: Any) -> None:
+    def answers(self, device: Device) -> None:
         made, stream = self.load(device), device.stream()
         given, results = self.arguments(device), self.results(device)
         self.call(made, given, results, stream)
@@ -199,7 +199,7 @@ class _Bench:
             if isinstance(array, np.ndarray):
                 expect_equal(np.array(buffer.numpy()), array, f"input {number} untouched,")
 
-    def repeats(self, device: Any) -> None:
+    def repeats(self, device: Device) -> None:
         made, streams = self.load(device), [device.stream(), device.per_thread_stream()]
         first: list[bytes] = []
         for number in range(20):
@@ -210,7 +210,7 @@ class _Bench:
             first = first or bits
             expect(bits == first, "the bits of the first run", f"others in run {number}")
 
-    def is_alone(self, device: Any) -> None:
+    def is_alone(self, device: Device) -> None:
         one, two, stream = self.load(device), self.load(device), device.stream()
         for made in (one, two, one):
             results = self.results(device)
@@ -223,14 +223,14 @@ class _Bench:
         stream.synchronize()
         self.compare(results)
 
-    def moves(self, device: Any) -> None:
+    def moves(self, device: Device) -> None:
         made, stream = self.load(device), device.stream()
         results = self.results(device)
         in_thread(lambda: self.call(made, self.arguments(device), results, stream))
         stream.synchronize()
         self.compare(results)
 
-    def does_not_wait(self, device: Any) -> None:
+    def does_not_wait(self, device: Device) -> None:
         made, stream = self.load(device), device.stream()
         given, results = self.arguments(device), self.results(device)
         self.call(made, given, results, stream)
@@ -242,7 +242,7 @@ class _Bench:
         expect(after == before, "run() to enqueue and return", "waits for the device in it")
         stream.synchronize()
 
-    def follows(self, device: Any) -> None:
+    def follows(self, device: Device) -> None:
         """The inputs are written by work that is on the stream and need not have run, and the outputs are read so."""
         made, stream = self.load(device), device.stream()
         given = tuple(
@@ -258,7 +258,7 @@ class _Bench:
         stream.synchronize()
         self.compare(copies)
 
-    def is_ordered(self, device: Any) -> None:
+    def is_ordered(self, device: Device) -> None:
         with record() as recorded:
             self.follows(device)
             device.synchronize()

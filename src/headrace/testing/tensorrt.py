@@ -35,7 +35,7 @@ import numpy as np
 
 from ..delegate import Delegate, nvinfer
 from ..delegate.tensorrt import DTYPES
-from ..device import current_stream
+from ..device import Stream, current_stream
 from ..device import device as open_device
 from ..engine import core
 from ..pte.tensorrt import Binding
@@ -486,7 +486,7 @@ class _Context:
             self.recorded = True
         return True
 
-    def _put(self, stream: Any) -> None:
+    def _put(self, stream: Stream) -> None:
         """The arithmetic, on this stream, with the shapes and addresses of now."""
         engine = self.engine
         places = [
@@ -546,7 +546,7 @@ class _Gpu:
         return self.event is not None and not self.event.query()
 
     def launch(
-        self, context: _Context, stream: Any, places: Sequence[Any], names: set[str], host: Any
+        self, context: _Context, stream: Stream, places: Sequence[Any], names: set[str], host: Any
     ) -> None:
         cupy = self.cupy
 
@@ -570,7 +570,7 @@ def _tensor(described: Mapping[str, Any]) -> Tensor:
     return Tensor(**listed)
 
 
-def _stream(handle: int) -> Any:
+def _stream(handle: int) -> Stream:
     """The stream with this handle: the thread's selection, which is the stream of the call, or one of the cpu."""
     selected = current_stream()
     if selected is not None and selected.handle == handle:
