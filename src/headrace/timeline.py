@@ -16,12 +16,12 @@ from .errors import InputError
 
 if TYPE_CHECKING:
     from .ordering.check import Conflict
-    from .ordering.record import Entry, Log
+    from .ordering.log import Entry, Log
 
 __all__ = ["events", "write"]
 
 HOST = 1  # the process id of the rows of threads; devices come behind it
-# Kinds of ordering.record, by name, that are a box on their stream's row.
+# Kinds of ordering.log, by name, that are a box on their stream's row.
 BOXES = {
     "ALLOCATE",
     "FREE",
@@ -179,6 +179,6 @@ class _Trace:
 
 
 def _kind(entry: Entry) -> str:
-    from .ordering.record import Kind
+    from .ordering.log import Kind
 
     return Kind(entry.kind).name

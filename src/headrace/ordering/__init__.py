@@ -21,7 +21,7 @@ from .. import timeline
 from ..engine import core
 from ..errors import HeadraceError, OrderingError
 from .check import Access, Conflict, Findings, check
-from .record import Call, Entry, Island, Kind, Log, Stream, Touch
+from .log import Call, Entry, Island, Kind, Log, Stream, Touch
 
 __all__ = [
     "Access",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .clocks import Clocks, Point
+from .log import Entry, Kind, Log, Touch
 from .memory import Cell, Lifetime, Memory, Use
-from .record import Entry, Kind, Log, Touch
 
 __all__ = ["Access", "Conflict", "Findings", "check"]
 

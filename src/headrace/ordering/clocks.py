@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from .record import Entry, Kind, Log, Stream
+from .log import Entry, Kind, Log, Stream
 
 __all__ = ["Clocks", "Point"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .clocks import Point
-from .record import Entry, Touch
+from .log import Entry, Touch
 
 __all__ = ["Cell", "Lifetime", "Memory", "Use"]
 
