@@ -259,7 +259,9 @@ def test_numpy_takes_a_buffer_as_an_array(late: Any) -> None:
     stream.call(lambda: source.numpy().fill(2), writes=[source])
     np.testing.assert_array_equal(np.asarray(source), np.float32([2, 2, 2]))
     assert np.asarray(source, "float64").dtype == np.float64
-    with pytest.raises(ValueError, match="without a copy"):
+    with pytest.raises(
+        ValueError, match="expected copy=None or True for device memory, got False; leave it out"
+    ):
         source.__array__(copy=False)
     host = headrace.device("cpu").to_device(np.zeros(3, np.float32))
     np.asarray(host)[0] = 5
