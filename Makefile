@@ -8,7 +8,7 @@ NATIVE := $(shell find native cmake CMakeLists.txt pyproject.toml -type f)
 environment = $(1)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-seeds test-splits test-random bench-export test-sanitize test-thread check format bench wheel fuzz fuzz-native audit-public export-cuda test-cuda clean
+.PHONY: demo test test-seeds test-splits test-random bench-export test-sanitize test-thread check stubs format bench wheel fuzz fuzz-native audit-public export-cuda test-cuda clean
 
 demo: .venv/ready ## set up, then classify handwritten digits
 	$(RUN) -m examples.digits.demo
@@ -52,6 +52,9 @@ check: .venv-dev/ready ## format, lint, types, layers
 	.venv-dev/bin/clang-format --dry-run --Werror $$(git ls-files 'native/*.h' 'native/*.cpp' 'tests/*.cpp' 'benchmarks/*.cpp' 'examples/*.h' 'examples/*.cpp')
 	.venv-dev/bin/mypy
 	$(DEV) -m pytest -q tests/unit/test_layers.py
+
+stubs: .venv-dev/ready ## write the extension's type stub anew, after a change of the bindings or of a rule for it
+	$(DEV) native/python/stub.py
 
 format: .venv-dev/ready ## rewrite the sources in the project's format
 	.venv-dev/bin/ruff format .

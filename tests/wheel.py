@@ -36,6 +36,8 @@ ENGINES = ("", "_threadpool", "_kernels_optimized", "_backend_xnnpack", "_etdump
 WANTED = [
     r"headrace/__init__\.py",
     r"headrace/_core\.[\w.-]+\.so",
+    r"headrace/_core\.pyi",
+    r"headrace/py\.typed",
     r"headrace/pte/kernels\.txt",
     r"headrace/_schema/program\.py",
     *(f"headrace/include/headrace/{h.name}" for h in (programs.ROOT / "native/include/headrace").glob("*.h")),
@@ -48,9 +50,7 @@ WANTED = [
     *(rf"headrace-[\w.]+\.dist-info/licenses/{name}" for name in ("LICENSE", "NOTICE")),
     r"headrace-[\w.]+\.dist-info/entry_points\.txt",
 ]
-UNWANTED = (
-    r"\.(cpp|cc|a|o|pyc)$|(^|/)(native|tests|build|benchmarks|examples)/|CMakeLists|(?<!pte/kernels)\.txt$"
-)
+UNWANTED = r"\.(cpp|cc|a|o|pyc|nbpat)$|(^|/)(native|tests|build|benchmarks|examples)/|CMakeLists|(?<!pte/kernels)\.txt$"
 CMAKE = r"headrace/lib/cmake/headrace/"
 
 

@@ -253,7 +253,7 @@ WRONG = {
     "device.split([8, 16])": ("device.split(8)", "arg-type"),
     'headrace.device("sim", schedule="late")': ('headrace.device("sim", schedul="late")', "call-arg"),
     "device=device, lane=lane)": ("device=device, lane=stream)", "arg-type"),
-    "lane.stream()": ("lane.streams()", "attr-defined"),
+    "lane.stream()": ('lane.stream("high")', "arg-type"),
     "graph.stats.replays": ("graph.stats.replay", "attr-defined"),
     "event.synchronize()": ("event.wait()", "attr-defined"),
     "reads=[x], writes=[y]": ("reads=[1], writes=[y]", "list-item"),

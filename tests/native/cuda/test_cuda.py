@@ -140,6 +140,38 @@ def test_a_library_for_another_gpu_is_refused_by_name() -> None:
     assert succeeded(run_python(child, environment=variables)) == "done\n"
 
 
+def test_an_engine_of_tensorrt_for_another_gpu_is_refused_by_the_driver_s_word() -> None:
+    """DE2, OP3: the compute capability of a GPU is the driver's, for an engine that fits it and for one that does not."""
+    out = succeeded(
+        run_python(
+            """
+            import headrace
+            from headrace.delegate import nvinfer
+            from headrace.pte.tensorrt import Built, read, write
+            from headrace.testing.tensorrt import StandIn, Tensor, bindings, build, stand_in
+            x, y = Tensor("x", "float32", (4,)), Tensor("y", "float32", (4,))
+            engine = build(inputs=[x], outputs=[y], steps=[{"op": "mul", "out": "y", "args": ["x", 2.0]}])
+            module, gpu = StandIn("tensorrt_rtx", "1.0.0.0"), headrace.device("cuda:0")
+            def load(capability):
+                built = Built("tensorrt_rtx", "1.0.0.0", (capability,))
+                return nvinfer.load_engine(read(write(engine, bindings(engine), (), built=built)), gpu)
+            with stand_in("tensorrt_rtx", module):
+                print(load("9.0").kind)
+                try:
+                    load("12.0")
+                except headrace.DelegateUnavailable as error:
+                    print(error)
+            """,
+            environment=environment(fake()),
+        )
+    )
+    loaded, refused = out.splitlines()
+    assert loaded == "tensorrt_rtx"
+    assert re.search(
+        r"for .*12\.0, .* on cuda:0, compute capability 9\.0: a GPU that the engine was not", refused
+    )
+
+
 MISSING = {
     "no driver": (None, {}, ("an NVIDIA driver", "none", "libcuda.so.1", "device='sim'", "--device cpu")),
     "not a driver": (("NO_DRIVER",), {}, ("a libcuda.so.1 that is none", "ldconfig")),
