@@ -118,7 +118,7 @@ class Delegate:
         """
         return ()
 
-    def captured(self) -> Any:
+    def captured(self) -> object:
         """What the graph that was captured just now uses of this delegate's and what further runs might change: the
         graph keeps it until it is gone and its last launch is done. None, as here, where there is nothing of the kind.
 

@@ -13,7 +13,7 @@ from ..engine import core
 from ..errors import CaptureError, HeadraceError, InputError, NotSupported, OptionError
 from ..graph import Graph
 from ..ordering import Kind, Log, Stream, record
-from ..program import Method, load
+from ..program import Method, Source, load
 from .latency import Tenant
 
 __all__ = ["Confinement", "confinement", "sms_seen"]
@@ -118,7 +118,9 @@ class Confinement:
         return f"{head}leaves its lane of {self.granted} SMs:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def confinement(source: Any, lane: Partition, inputs: Sequence[Any] = (), *, calls: int = 2) -> Confinement:
+def confinement(
+    source: Source | Tenant, lane: Partition, inputs: Sequence[Any] = (), *, calls: int = 2
+) -> Confinement:
     """Load a program bound to a lane, call it, capture it and replay it, and see where that ran.
 
     A program runs whatever its delegates launch, on whatever streams. So two things are asked. Blocks of a kernel enqueued

@@ -17,7 +17,7 @@ from ..device import Device, Event, LaneWarning, Partition
 from ..device import device as open_device
 from ..errors import CaptureError, InputError, OptionError
 from ..graph import Graph
-from ..program import load
+from ..program import OptionValue, Source, load
 
 __all__ = ["Latency", "Measured", "Tenant", "measure", "side_by_side"]
 
@@ -31,11 +31,11 @@ class Tenant:
     """A program on the GPU and a call of it. ``inputs``: arrays for the method, on the host. ``target_us``: the greatest
     p99 latency that is acceptable, in microseconds; None: whatever is left is good enough."""
 
-    source: Any
+    source: Source
     inputs: Sequence[Any]
-    data: Sequence[Any] = ()
+    data: Sequence[Source] = ()
     method: str | None = None
-    options: Mapping[str, Mapping[str, Any]] | None = None
+    options: Mapping[str, Mapping[str, OptionValue]] | None = None
     name: str = ""
     target_us: float | None = None
 

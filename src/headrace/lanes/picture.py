@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from ..errors import InputError
 from .latency import Measured, Tenant
@@ -16,7 +16,7 @@ __all__ = ["plot_curves", "plot_side_by_side"]
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2")
 
 
-def plot_curves(proposal: Proposal, tenants: Sequence[Tenant], path: Any) -> None:
+def plot_curves(proposal: Proposal, tenants: Sequence[Tenant], path: str | os.PathLike[str]) -> None:
     """Write the curves of p99 over SMs as an SVG picture, with each target as a dashed line and, where there is a
     proposal, a ring around its sizes."""
     width, height, left, top = 640, 360, 70, 30
@@ -67,7 +67,7 @@ def plot_curves(proposal: Proposal, tenants: Sequence[Tenant], path: Any) -> Non
         file.write("\n".join(parts) + "\n")
 
 
-def plot_side_by_side(measured: Sequence[Measured], path: Any) -> None:
+def plot_side_by_side(measured: Sequence[Measured], path: str | os.PathLike[str]) -> None:
     """Write what `side_by_side` measured as an SVG picture: a bar for each setting from p50 to p99, a tick at p99.9."""
     if not measured:
         raise InputError("measured: expected at least one measurement, got none; measure something first")
