@@ -7,7 +7,7 @@
 #include <set>
 #include <stdexcept>
 
-#include "cuda/inside.h"
+#include "cuda/library_scope.h"
 #include "cuda/shims.h"
 #include "device/cuda.h"
 #include "headrace/block.h"
@@ -53,7 +53,7 @@ Status Island::failed(const char* what) const {
 Result<std::shared_ptr<Island>> Island::load(const AotiPayload& payload, std::optional<HostSpec> spec,
                                              const IslandSources& sources, const LibraryPlace& place) {
   static std::once_flag once;
-  std::call_once(once, [] { shims::set_on_check_failed(&Inside::on_check_failed); });
+  std::call_once(once, [] { shims::set_on_check_failed(&LibraryScope::on_check_failed); });
   if (spec) {
     if (Status status = check_march(spec->march); !status.ok()) return status;
   }
@@ -106,7 +106,7 @@ Status Island::open(const AotiPayload& payload, const IslandSources& sources) {
   arena_ = shims::make_arena(device_ != nullptr ? &gpu : nullptr);
   if (arena_ == nullptr)
     return Status(ErrorCode::kOutOfDeviceMemory, "expected host memory, got none; free memory");
-  Inside now(arena_);
+  LibraryScope now(arena_);
   void* stream = nullptr;
   if (device_ != nullptr) {
     shims::GpuRun run;
@@ -311,7 +311,7 @@ Island::~Island() {
     relaxed.emplace(*device_);
   }
   if (container_ != nullptr) {
-    Inside now(arena_);
+    LibraryScope now(arena_);
     (void)library_->calls().destroy(container_);
   }
   shims::destroy_arena(arena_);

@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "cuda/inside.h"
 #include "cuda/island.h"
+#include "cuda/library_scope.h"
 #include "cuda/shims.h"
 #include "device/cuda.h"
 #include "program/layout.h"
@@ -112,7 +112,7 @@ bool Island::borrow(std::span<const TensorView> inputs, RunTensors& tensors) con
 Status Island::call(RunTensors& tensors, StreamHandle stream) {
   std::span taken = tensors.taken, made = tensors.made;
   std::copy(tensors.given.begin(), tensors.given.end(), taken.begin());  // the library writes into the array
-  int64_t before = Inside::failures_elsewhere();
+  int64_t before = LibraryScope::failures_elsewhere();
   int code = 0;
   try {
     code = library_->calls().run(container_, taken.data(), taken.size(), made.data(), made.size(),
@@ -126,7 +126,7 @@ Status Island::call(RunTensors& tensors, StreamHandle stream) {
     if (code != 0) std::fill(made.begin(), made.end(), nullptr);
     return failed("it ran");
   }
-  std::string check = Inside::failed_check(before);
+  std::string check = LibraryScope::failed_check(before);
   if (!check.empty()) return library_failed("it ran", check);
   for (size_t i = 0; i < made.size(); ++i) {
     if (made[i] == nullptr) {
@@ -138,7 +138,7 @@ Status Island::call(RunTensors& tensors, StreamHandle stream) {
 }
 
 Status Island::run(std::span<const TensorView> inputs, const Place& place) {
-  Inside now(arena_);
+  LibraryScope now(arena_);
   RunTensors tensors(inputs.size(), num_outputs_);
   if (!borrow(inputs, tensors)) return no_host_memory();
   if (Status status = call(tensors, 0); !status.ok()) return status;
@@ -203,7 +203,7 @@ void Island::place_outputs(std::span<const TensorView> inputs, std::span<void* c
 Status Island::rehearse(std::span<const TensorView> inputs) {
   Current current(gpu());
   if (!current.ok()) return gpu().failed("load", current.code());
-  Inside now(arena_);
+  LibraryScope now(arena_);
   temporaries_->begin(kPerThreadStream, true);
   shims::GpuRun run;
   run.stream = reinterpret_cast<void*>(kPerThreadStream);
@@ -243,7 +243,7 @@ Status Island::run_on_gpu(std::span<const TensorView> inputs, std::span<void* co
                           StreamHandle stream, GpuRunKind kind, const Place& place) {
   Current current(gpu());
   if (!current.ok()) return gpu().failed("run", current.code());
-  Inside now(arena_);
+  LibraryScope now(arena_);
   bool replayed = kind == GpuRunKind::kReplayed;
   temporaries_->begin(stream, replayed);
   place_outputs(inputs, targets);

@@ -1,4 +1,4 @@
-#include "cuda/inside.h"
+#include "cuda/library_scope.h"
 
 #include <dlfcn.h>
 
@@ -34,18 +34,19 @@ bool in_parallel_region() {
 
 }  // namespace
 
-Inside::Inside(shims::Arena* arena) : former_(shims::exchange_arena(arena)), former_inside_(inside) {
+LibraryScope::LibraryScope(shims::Arena* arena)
+    : former_(shims::exchange_arena(arena)), former_inside_(inside) {
   inside = true;
   failed_here.clear();
   shims::begin_run();
 }
 
-Inside::~Inside() {
+LibraryScope::~LibraryScope() {
   shims::exchange_arena(former_);
   inside = former_inside_;
 }
 
-void Inside::on_check_failed(const char* message, bool may_throw) {
+void LibraryScope::on_check_failed(const char* message, bool may_throw) {
   if (!inside) {
     std::lock_guard lock(elsewhere_mutex);
     failed_elsewhere = message;
@@ -57,9 +58,9 @@ void Inside::on_check_failed(const char* message, bool may_throw) {
   if (may_throw && !in_parallel_region()) throw std::runtime_error(message);
 }
 
-int64_t Inside::failures_elsewhere() { return count_elsewhere.load(std::memory_order_acquire); }
+int64_t LibraryScope::failures_elsewhere() { return count_elsewhere.load(std::memory_order_acquire); }
 
-std::string Inside::failed_check(int64_t before) {
+std::string LibraryScope::failed_check(int64_t before) {
   if (!failed_here.empty()) return failed_here;
   if (failures_elsewhere() == before) return {};
   std::lock_guard lock(elsewhere_mutex);

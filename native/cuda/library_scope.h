@@ -1,6 +1,5 @@
-// While the calling thread is inside a library's code: the arena that it allocates from, and the checks of
-// its own
-// ("index out of bounds") that fail in it.
+// While the calling thread is inside a library's code: the arena that it allocates from, and the checks of its
+// own ("index out of bounds") that fail in it.
 #pragma once
 
 #include <cstdint>
@@ -13,20 +12,20 @@ struct Arena;
 }
 
 // The thread's arena is the one given while this lives.
-class Inside {
+class LibraryScope {
  public:
-  explicit Inside(shims::Arena* arena);
-  ~Inside();
-  Inside(const Inside&) = delete;
-  Inside& operator=(const Inside&) = delete;
+  explicit LibraryScope(shims::Arena* arena);
+  ~LibraryScope();
+  LibraryScope(const LibraryScope&) = delete;
+  LibraryScope& operator=(const LibraryScope&) = delete;
 
   // For shims::set_on_check_failed().
   static void on_check_failed(const char* message, bool may_throw);
   // Checks that failed so far on threads of OpenMP, whoever's. They cannot be told from those of a call that
   // runs beside, and a call that may have failed has.
   static int64_t failures_elsewhere();
-  // What a check said that failed on the calling thread since the innermost Inside began, or elsewhere since
-  // failures_elsewhere() was `before`; empty where none did.
+  // What a check said that failed on the calling thread since the innermost LibraryScope began, or elsewhere
+  // since failures_elsewhere() was `before`; empty where none did.
   static std::string failed_check(int64_t before);
 
  private:
