@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .ordering.check import Conflict
     from .ordering.log import Entry, Log
 
-__all__ = ["events", "write"]
+__all__ = ["events", "save", "write"]
 
 HOST = 1  # the process id of the rows of threads; devices come behind it
 # Kinds of ordering.log, by name, that are a box on their stream's row.
@@ -44,12 +44,16 @@ def events(log: Log, conflicts: Sequence[Conflict]) -> list[dict[str, Any]]:
 
 def write(log: Log, conflicts: Sequence[Conflict], path: str | os.PathLike[str]) -> None:
     """Write the trace to ``path``. Raises InputError where it cannot be written."""
-    text = json.dumps({"displayTimeUnit": "ns", "traceEvents": events(log, conflicts)})
+    save("trace", json.dumps({"displayTimeUnit": "ns", "traceEvents": events(log, conflicts)}), path)
+
+
+def save(what: str, text: str, path: str | os.PathLike[str]) -> None:
+    """Write ``text`` to ``path`` as UTF-8. Raises InputError, which names ``what``, where it cannot be written."""
     try:
-        Path(path).write_text(text)
-    except OSError as e:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError, TypeError) as e:
         raise InputError(
-            f"trace: expected a file that can be written, got: {e}; choose another path"
+            f"{what}: expected a file that can be written, got: {e}; choose another path"
         ) from None
 
 

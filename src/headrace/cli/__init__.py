@@ -147,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         help="record the calls; fail where nothing orders two accesses to one buffer",
     )
     one.add_argument("--trace", metavar="FILE", help="record the calls; write a trace that Perfetto opens")
+    one.add_argument("--plot", metavar="FILE.svg", help="record the calls; write them as a picture")
     _add_import(one)
     one.set_defaults(run=run)
 

@@ -340,7 +340,7 @@ def run(args: argparse.Namespace) -> int:
         method = program[name]
         inputs = _inputs(args, method)
         seconds = []
-        recorded = record() if args.check_ordering or args.trace else None
+        recorded = record() if args.check_ordering or args.trace or args.plot else None
         with contextlib.nullcontext() if recorded is None else recorded:
             graph = method.capture(*inputs) if args.graph else None
             step = method if graph is None else graph.replay
@@ -350,6 +350,8 @@ def run(args: argparse.Namespace) -> int:
                 seconds.append(time.perf_counter() - began)
         if recorded is not None and args.trace:
             recorded.trace(args.trace)
+        if recorded is not None and args.plot:
+            recorded.plot(args.plot)
         ordering = recorded.check() if recorded is not None and args.check_ordering else None
         compared = _compare(args, method, outputs) if args.expect else []
         if args.output:

@@ -4,6 +4,7 @@
         method(x, stream=s)
     r.check()                        # OrderingError where two accesses to one buffer are ordered by nothing
     r.trace("run.json")              # opens in Perfetto, one row a stream
+    r.plot("run.svg")                # the same as a picture
 
 A record is process-wide: every operation of every device with its stream, event, thread and what it reads and
 writes. The check works from that alone, so what it finds does not depend on how the work happened to run, and it
@@ -20,6 +21,7 @@ from typing import Any
 from .. import timeline
 from ..engine import core
 from ..errors import HeadraceError, OrderingError
+from . import picture
 from .check import Access, Conflict, Findings, check
 from .log import Call, Entry, Island, Kind, Log, Stream, Touch
 
@@ -113,8 +115,30 @@ class Record:
 
         One row a stream and one a thread, islands and calls by name, waits as arrows, conflicts marked. Times are
         the host's: when an operation was asked for, not when the device ran it.
+
+        Raises:
+            InputError: the file cannot be written.
+            HeadraceError: the record is open.
         """
         timeline.write(self.log, self.findings().conflicts, path)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Write the record as a picture: SVG in UTF-8, which every browser shows; a file that is there is replaced.
+
+        One row a thread and one a stream, streams by device and lane (those of lanes with as many SMs together, for
+        a record does not tell them apart). What a thread or stream was asked for goes along x in the record's order,
+        with the host's time at the ticks; a width is no duration. Islands are boxes with instruction and delegate, in
+        the delegate's colour; copies, host functions, allocations, calls of methods and what the host itself did are
+        boxes too, waits for events arrows, conflicts red. Each box and arrow has a tooltip that says all of it. At
+        most about 4,200 pixels wide: labels that have no room are left out, tooltips are not.
+
+        It waits for nothing and asks nothing of a device.
+
+        Raises:
+            InputError: the file cannot be written.
+            HeadraceError: the record is open.
+        """
+        timeline.save("plot", picture.svg(self.log, self.findings().conflicts), path)
 
 
 def record() -> Record:
