@@ -11,6 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -459,10 +460,18 @@ def test_run_checks_the_order_and_writes_a_trace(run: Any, tmp_path: Path) -> No
     """OR5, BY1: the record of a run, judged and as a file."""
     trace = tmp_path / "run.json"
     command = ["run", "examples/digits/digits_split.pte", "--ones", "--import", "examples.digits.normalize"]
-    status, out, err = run(*command, "--schedule", 3, "--check-ordering", "--trace", trace)
+    picture = tmp_path / "run.svg"
+    files = ["--trace", trace, "--plot", picture]
+    status, out, err = run(*command, "--schedule", 3, "--check-ordering", *files)
     assert (status, err) == (0, ""), err
     assert re.search(r"order: [1-9]\d* accesses in [1-9]\d* operations, no conflicts", out)
     assert any(e["name"].startswith("island") for e in json.loads(trace.read_text())["traceEvents"])
+    drawn = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
+    assert [e for e in drawn.iter() if e.get("class") == "island-box"]
+    picture.unlink()
+    assert run(*command, "--plot", picture)[0] == 0 and picture.exists()
+    status, out, err = run(*command, "--plot", tmp_path / "no" / "run.svg")
+    assert status == cli.FAILED and "InputError: plot: expected a file that can be written" in err
     status, out, _ = run(*command, "--schedule", 3, "--check-ordering", "--json")
     found = json.loads(out)["ordering"]
     assert status == 0 and found["accesses"] > 0 and found["conflicts"] == []

@@ -34,12 +34,18 @@ def test_the_page_about_order_runs_and_shows_what_is_printed() -> None:
     """OR5: the page says plainly what no record shows."""
     page = (ROOT / "docs/ordering.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     out = succeeded(run_python("\n".join(blocks))).splitlines()
     (shown,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     for line, want in zip(out[:4], shown.splitlines(), strict=True):
         assert re.match(re.escape(want).replace("…", "[0-9a-f]+"), line), line
-    assert out[4:] == ["4 accesses, 0 conflicts", "[ 0.  4.  8. 12.]", "True", "[1.0, 2.0]"]
+    assert out[4:] == [
+        "4 accesses, 0 conflicts",
+        "[ 0.  4.  8. 12.]",
+        "True",
+        "1 wait of one stream for another",
+        "[1.0, 2.0]",
+    ]
     assert "what a delegate launches without declaring it" in page
 
 

@@ -130,7 +130,7 @@ class Record:
         with the host's time at the ticks; a width is no duration. Islands are boxes with instruction and delegate, in
         the delegate's colour; copies, host functions, allocations, calls of methods and what the host itself did are
         boxes too, waits for events arrows, conflicts red. Each box and arrow has a tooltip that says all of it. At
-        most about 4,200 pixels wide: labels that have no room are left out, tooltips are not.
+        most about 4,200 pixels wide: labels that have no room are cut or left out, tooltips are not.
 
         It waits for nothing and asks nothing of a device.
 

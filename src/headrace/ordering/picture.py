@@ -19,7 +19,8 @@ __all__ = ["svg"]
 
 # Pixels. WIDEST is what the columns of a record may take together, however many it has.
 CHARACTER, LEVEL, BOX, PAD, LEFT, NARROW, WIDEST, TICK = 6.3, 19, 16, 10, 190, 5, 4000, 130
-LONGEST = 28  # characters of a label; the tooltip has all of it
+# Characters of a label, and of what is left of it where a box is narrow; the tooltip has all of it.
+LONGEST, FEWEST = 28, 4
 DELEGATES = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#72b7b2", "#eeca3b", "#9d755d", "#ff9da6")
 OTHERS = "#8a8f94"  # delegates behind those
 CONFLICT = "#d62728"
@@ -114,7 +115,7 @@ class _Place:
 
 def svg(log: Log, conflicts: Sequence[Conflict]) -> str:
     """The picture of a log, with the conflicts that a check of it found. Its width is bounded; labels without room are
-    left out, and tooltips have what they would say."""
+    cut or left out, and tooltips have what they would say."""
     drawing = _Drawing(log)
     drawing.read()
     return drawing.draw(conflicts)
@@ -146,20 +147,22 @@ class _Drawing:
                 key = (BEGINS[kind], self._which(entry, BEGINS[kind]))
                 if key in self.open:
                     self.of[entry.number] = self.open[key]
-                else:
-                    self.open[key] = self._span(entry, BEGINS[kind], self._column(entry, NARROW))
+                    continue
+                box = self._span(entry, BEGINS[kind], self._column(entry, NARROW))
+                if not self._refused(box):
+                    self.open[key] = box
                     self.seen.add(key)
             elif kind in ENDS:
                 key = (ENDS[kind], self._which(entry, ENDS[kind]))
                 if key not in self.open and key in self.seen and kind != Kind.END_CAPTURE:
                     continue
                 column = self._column(entry, NARROW)
-                box = self.open.pop(key, None)
-                if box is None:
-                    box = self._span(entry, ENDS[kind], 0)
-                    box.lines.append("began before the record")
-                self._end(box, column)
-                self.of[entry.number] = box
+                ended = self.open.pop(key, None)
+                if ended is None:
+                    ended = self._span(entry, ENDS[kind], 0)
+                    ended.lines.append("began before the record")
+                self._end(ended, column)
+                self.of[entry.number] = ended
             elif kind in (Kind.DONE, Kind.REFUSED):
                 waited = self.open.pop(("hostwait", entry.object), None)
                 if waited is not None:
@@ -211,7 +214,6 @@ class _Drawing:
         column = self._column(entry, NARROW if what == "event" else _width(label))
         row: Row = ("thread", entry.thread) if kind in OF_THREADS else self._row(entry)
         box = self._add(_Box(entry.number, "operation", what, label, row, column, column, []), entry)
-        box.refused = entry.number in self.refused
         if what == "hostwait":
             self.open[what, entry.number] = box
             stream = self.log.streams.get(entry.stream)
@@ -220,15 +222,21 @@ class _Drawing:
                 box.lines.append(f"for {stream.device if whole else stream}")
         if kind in EVENTS:
             box.lines.append(f"event {entry.object}")
-        if kind == Kind.RECORD and not box.refused:
+        if self._refused(box):
+            return
+        if kind == Kind.RECORD:
             self.recorded[entry.object] = box
-        elif kind in EVENTS and kind != Kind.RECORD:
+        elif kind in EVENTS:
             if entry.object in self.recorded:
                 self.arrows.append((self.recorded[entry.object], box, entry.object))
             else:
                 box.lines.append("nothing in this record recorded the event before")
+
+    def _refused(self, box: _Box) -> bool:
+        box.refused = box.number in self.refused
         if box.refused:
             box.lines.append("refused: it was not done")
+        return box.refused
 
     def _row(self, entry: Entry) -> Row:
         stream = self.log.streams.get(entry.stream)
@@ -281,11 +289,12 @@ class _Drawing:
                 f'<g class="row"><title>{_text(tip)}</title><rect {shape} fill="#8a8f94" fill-opacity="0.08"/>'
                 f'<text x="{PAD + 6}" y="{top + PAD / 2 + 12:.1f}">{_text(name)}</text></g>'
             )
-        parts += [s for box in self.boxes for s in _drawn(box, place)]
-        parts += [_arrow(begin, end, event, place) for begin, end, event in self.arrows]
+        # Lines first, so that they cross no label.
         parts += [s for conflict in conflicts for s in self._conflict(conflict, place)]
+        parts += [_arrow(begin, end, event, place) for begin, end, event in self.arrows]
+        parts += [s for box in self.boxes for s in _drawn(box, place)]
         if not self.boxes:
-            parts.append(f'<text x="{PAD}" y="{place.below - 12:.0f}">nothing was recorded</text>')
+            parts.append(f'<text x="{PAD}" y="{place.below - 12:.0f}">nothing to draw</text>')
         return "\n".join([*parts, "</svg>\n"])
 
     def _place(self, place: _Place, top: float) -> None:
@@ -333,7 +342,7 @@ class _Drawing:
         if stream.legacy:
             return "legacy stream", str(stream)
         if stream.thread >= 0:
-            return f"of thread {stream.thread}", str(stream)
+            return f"stream of thread {stream.thread}", str(stream)
         return f"{'blocking ' if stream.blocking else ''}stream {stream.handle:#x}", str(stream)
 
     def _legend(self, width: float, conflicts: bool) -> tuple[list[str], float]:
@@ -397,7 +406,7 @@ class _Drawing:
         if len(middles) == 2:
             (ax, ay), (bx, by) = middles
             parts.append(f'<path class="conflict" d="M{ax:.1f},{ay:.1f} L{bx:.1f},{by:.1f}"/>')
-        return [f"<g><title>{_text(str(conflict))}</title>", *parts, "</g>"]
+        return [f'<g class="conflict-pair"><title>{_text(str(conflict))}</title>', *parts, "</g>"]
 
 
 def _edges(wanted: Sequence[float]) -> list[float]:
@@ -438,8 +447,9 @@ def _drawn(box: _Box, place: _Place) -> list[str]:
         f'<rect class="box {box.kind}{refused}"{colour} x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" '
         f'height="{BOX}" rx="{min(3, width / 2):.2g}"/>',
     ]
-    label = _short(box.label)
-    if len(label) * CHARACTER + 4 <= width:
+    room = int((width - 4) / CHARACTER)
+    label = _short(box.label, min(room, LONGEST))
+    if label and (room >= FEWEST or len(box.label) <= room):
         parts.append(f'<text x="{x + 4:.1f}" y="{y + 12:.1f}">{_text(label)}</text>')
     return [*parts, "</g>"]
 
@@ -457,11 +467,11 @@ def _arrow(begin: _Box, end: _Box, event: int, place: _Place) -> str:
 
 
 def _width(label: str) -> float:
-    return len(_short(label)) * CHARACTER + 6
+    return len(_short(label)) * CHARACTER + 9
 
 
 def _short(text: str, longest: int = LONGEST) -> str:
-    return text if len(text) <= longest else text[: longest - 1] + "…"
+    return text if len(text) <= longest else text[: longest - 1] + "…" if longest > 1 else ""
 
 
 def _text(text: str) -> str:
