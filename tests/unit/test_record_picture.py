@@ -189,28 +189,19 @@ def test_boxes_stand_in_the_records_order_and_never_on_each_other(name: str, tmp
 def test_two_lanes_are_two_groups_behind_the_host(tmp_path: Path) -> None:
     """BY1: streams by device and lane; the whole device's are a group of their own."""
     device = headrace.device("sim")
-    small, large = device.partition(sms=8), device.partition(sms=64)
-    streams = {
-        "in a lane of 8 SMs": small.stream(),
-        "in a lane of 64 SMs": large.stream(),
-        "": device.stream(),
-    }
     buffer = zeros(device)
+    streams = [device.partition(sms=8).stream(), device.stream(), device.partition(sms=64).stream()]
     with headrace.record() as record:
-        for stream in streams.values():
+        for stream in streams:
             put(stream, buffer, 1)
             stream.synchronize()
     seen = drawn(record, tmp_path)
-    want = {f"{device}, {where}" if where else str(device): stream for where, stream in streams.items()}
-    want = {
-        heading.replace(str(device), record.log.streams[max(record.log.streams)].device): s
-        for heading, s in want.items()
-    }
+    (name,) = {stream.device for stream in record.log.streams.values() if not stream.host}
+    groups = [f"{name}, in a lane of 8 SMs", name, f"{name}, in a lane of 64 SMs"]
     functions = sorted(seen.of("function"), key=lambda b: b.x)
-    assert [seen.heading(b) for b in functions] == list(want)
-    for box, stream in zip(functions, streams.values(), strict=True):
-        assert seen.row(box)[0] == f"stream {stream.handle:#x}"
-    assert [text for text, _ in seen.headings] == ["host", *sorted(want, key=lambda h: (len(h), h))]
+    assert [seen.heading(b) for b in functions] == groups
+    assert [seen.row(b)[0] for b in functions] == [f"stream {stream.handle:#x}" for stream in streams]
+    assert [text for text, _ in seen.headings] == ["host", groups[1], groups[0], groups[2]]
     assert {seen.heading(b) for b in seen.of("hostwait")} == {"host"}
 
 
@@ -250,6 +241,18 @@ def test_capture_and_launch_of_a_graph_are_drawn(tmp_path: Path) -> None:
     launches = [e.number for e in record.log.entries if e.kind == Kind.LAUNCH]
     assert len(launches) == 1 and seen.boxes[launches[0]].kind == "launch"
     assert seen.boxes[launches[0]].x > capture.right
+
+
+def test_work_that_a_delegate_declares_bears_its_name(tmp_path: Path) -> None:
+    """BY1: under the name that was given, as text, and with the memory that it touches."""
+    device = headrace.device("sim")
+    buffer, stream = zeros(device), device.stream()
+    with headrace.record() as record:
+        stream.declare(reads=[buffer], writes=[buffer], name="gemm<float&, 4>")
+    seen = drawn(record, tmp_path)
+    (box,) = seen.of("function")
+    assert box.label == "gemm<float&, 4>" and "reads 16 bytes" in box.tip and "writes 16 bytes" in box.tip
+    assert "host function, declared work" in seen.legend
 
 
 # ----------------------------------------------------------- sizes and records
@@ -309,20 +312,27 @@ def test_a_picture_needs_a_record_that_is_closed_and_a_place(tmp_path: Path) -> 
 
 def scripted(
     *lines: tuple[Kind, int, int],
-    island: int = 0,
+    island: int | Sequence[int] = 0,
     call: int = 0,
     name: str = "",
     delegate: str = "D",
     method: str = "m",
 ) -> Picture:
-    """Of (kind, stream, object), numbered from 1, all in one island and call."""
+    """Of (kind, stream, object), numbered from 1, all in one call and in one island, or each in its own."""
+    of = [island] * len(lines) if isinstance(island, int) else island
     entries = [
-        Entry(i + 1, kind, i * 1000, 1, stream, call, island, obj, 0, name, (Touch(16, 4, True, 0),))
+        Entry(i + 1, kind, i * 1000, 1, stream, call, of[i], obj, 0, name, (Touch(16, 4, True, 0),))
         for i, (kind, stream, obj) in enumerate(lines)
     ]
     streams = {n: Stream(n, 0, "sim:0", "sim", 100 + n, False, -1, 0) for n in (1, 2)}
     streams[3] = Stream(3, 1, "cpu", "cpu", 2, True, -1, 0)
-    log = Log(entries, streams, {1: Call(1, method, 1)}, {1: Island(1, delegate, 4)}, {1: [name]})
+    log = Log(
+        entries,
+        streams,
+        {1: Call(1, method, 1)},
+        {1: Island(1, delegate, 4), 2: Island(2, delegate, 5)},
+        {1: [name]},
+    )
     return Picture(picture.svg(log, ordering.check(log).conflicts))
 
 
@@ -389,6 +399,21 @@ def test_what_was_refused_is_marked() -> None:
     assert sorted(refused) == [2, 4, 6] and len(seen.boxes) == 5
     assert sorted(refused) == sorted(n for n, b in seen.boxes.items() if "refused" in b.look)
     assert not any("not over" in b.tip for b in seen.boxes.values())
+
+
+def test_islands_that_overlap_on_a_stream_are_drawn_over_each_other() -> None:
+    """BY1: one that runs within another, and one of another thread that ends later."""
+    b, e = Kind.BEGIN_ISLAND, Kind.END_ISLAND
+    for inner_last in (False, True):
+        ends = [1, 2] if inner_last else [2, 1]
+        lines = [(b, 1, 0), (b, 1, 0), (Kind.COPY, 1, 0), (e, 1, 0), (e, 1, 0), (b, 1, 0), (e, 1, 0)]
+        seen = scripted(*lines, island=[1, 2, 2, *ends, 3, 3], call=1)
+        first, second, third = sorted(seen.of("island"), key=lambda box: box.x)
+        (copy,) = seen.of("copy")
+        assert second.x < first.right and (second.right > first.right) is inner_last
+        assert first.y + first.height <= second.y and second.y + second.height <= copy.y
+        assert third.y == first.y
+        assert len({seen.row(box) for box in seen.boxes.values()}) == 1
 
 
 def test_work_of_the_host_is_in_its_threads_row() -> None:

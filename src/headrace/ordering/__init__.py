@@ -128,9 +128,9 @@ class Record:
         One row a thread and one a stream, streams by device and lane (those of lanes with as many SMs together, for
         a record does not tell them apart). What a thread or stream was asked for goes along x in the record's order,
         with the host's time at the ticks; a width is no duration. Islands are boxes with instruction and delegate, in
-        the delegate's colour; copies, host functions, allocations, calls of methods and what the host itself did are
-        boxes too, waits for events arrows, conflicts red. Each box and arrow has a tooltip that says all of it. At
-        most about 4,200 pixels wide: labels that have no room are cut or left out, tooltips are not.
+        the delegate's colour; copies, host functions, declared work, allocations, calls of methods and what the host
+        itself did are boxes too, waits for events arrows, conflicts red. Each box and arrow has a tooltip that says
+        all of it. At most about 4,200 pixels wide: labels that have no room are cut or left out, tooltips are not.
 
         It waits for nothing and asks nothing of a device.
 

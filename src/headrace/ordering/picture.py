@@ -33,7 +33,8 @@ CLASSES = {
     "island": ("", ""),  # by delegate
     "copy": ("copy", "#d4a017"),
     "fill": ("fill", "#c9b458"),
-    "function": ("host function", "#7b5ea7"),
+    # A record does not tell Stream.call from Stream.declare.
+    "function": ("host function, declared work", "#7b5ea7"),
     "launch": ("graph launch", "#1b9e77"),
     "event": ("event: record, wait", "#5f6368"),
     "memory": ("allocation, free", "#b8bec4"),
@@ -68,7 +69,7 @@ BEGINS = {Kind.BEGIN_CALL: "method", Kind.BEGIN_CAPTURE: "capture", Kind.BEGIN_I
 ENDS = {Kind.END_CALL: "method", Kind.END_CAPTURE: "capture", Kind.END_ISLAND: "island"}
 STYLE = f"""
   text {{ font: 10.5px ui-monospace, monospace; fill: #222 }} .title {{ font-weight: bold; font-size: 12px }}
-  .faint {{ fill: #6b7075 }} .box {{ fill-opacity: 0.45; stroke-width: 1 }} .box text {{ fill-opacity: 1 }}
+  .faint {{ fill: #6b7075 }} .box {{ fill-opacity: 0.45; stroke-width: 1 }}
   .refused {{ stroke-dasharray: 2 2; fill-opacity: 0.1 }} .tick {{ stroke: #e3e6e9 }}
   .arrow {{ fill: none; stroke: #333; stroke-width: 1.3 }}
   .conflict {{ fill: none; stroke: {CONFLICT}; stroke-width: 2 }} path.conflict {{ stroke-dasharray: 5 3 }}
