@@ -1,5 +1,5 @@
-// While the calling thread is inside a library's code: the arena that it allocates from, and the checks of its
-// own ("index out of bounds") that fail in it.
+// While the calling thread is inside a library's code: the arena that it allocates from, and the checks of
+// its own ("index out of bounds") that fail in it.
 #pragma once
 
 #include <cstdint>
