@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+from torch.fx.experimental.symbolic_shapes import uninteresting_files
 
 from .delegates import Node
 
-__all__ = ["described", "frames", "innermost", "module_path", "operator", "source_line", "viewed"]
+__all__ = [
+    "described",
+    "frames",
+    "innermost",
+    "module_path",
+    "operator",
+    "source_line",
+    "viewed",
+    "whole_traces",
+]
 
 # One frame of a stack trace as PyTorch writes it into a node.
 FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in .+\n\s*(?P<code>.*)$', re.MULTILINE)
@@ -19,6 +32,24 @@ TORCH = os.path.dirname(torch.__file__) + os.sep
 
 # Of a line of source, in messages and tables.
 MOST = 120
+
+
+@contextlib.contextmanager
+def whole_traces() -> Iterator[None]:
+    """Nodes that are traced meanwhile remember the functions that a module's ``forward`` called, and not its line alone, as
+    PyTorch (2.13) has it unless Dynamo traces."""
+    stock = PythonKeyTracer._filter_traceback_frames
+
+    def frames_of(self: Any, summary: traceback.StackSummary) -> traceback.StackSummary:
+        first = next((i for i, frame in enumerate(summary) if frame.name == "forward"), len(summary))
+        kept = [f for f in summary[first:] if f.name == "forward" or not f.filename.startswith(TORCH)]
+        return traceback.StackSummary.from_list([f for f in kept if f.filename not in uninteresting_files()])
+
+    PythonKeyTracer._filter_traceback_frames = frames_of
+    try:
+        yield
+    finally:
+        PythonKeyTracer._filter_traceback_frames = stock
 
 
 def operator(node: torch.fx.Node) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ from . import (
     verify,
 )
 from .cache import using
-from .node import TORCH, described, frames, innermost
+from .node import TORCH, described, frames, innermost, whole_traces
 from .partition import Method, constants_in_lists, partitioners, user_inputs
 from .profiles import MOST
 from .progress import report, reporting
@@ -52,6 +53,8 @@ from .quiet import told_by_the_error
 from .target import Target
 
 __all__ = ["Options", "write"]
+
+OURS = str(Path(__file__).parent) + os.sep
 
 
 @dataclass(frozen=True)
@@ -374,7 +377,7 @@ def _exported(name: str, model: Any, inputs: Any, shapes: Any) -> ExportedProgra
     report(f"{name}: trace")
     with torch.no_grad():
         try:
-            with told_by_the_error():
+            with told_by_the_error(), whole_traces():
                 return torch.export.export(model, inputs, dynamic_shapes=shapes)
         except Exception as error:
             raise ExportError(
@@ -394,7 +397,11 @@ def _useful_first(error: Exception) -> str:
     trace += [
         (one.filename, str(one.lineno), one.line or "") for one in getattr(error, "real_stack", None) or ()
     ]
-    frame = innermost(trace)
+    # What the model's own code raised, when PyTorch ran it.
+    raised = [
+        (one.filename, str(one.lineno), one.line or "") for one in traceback.extract_tb(error.__traceback__)
+    ]
+    frame = innermost(trace or [one for one in raised if not one[0].startswith(OURS)])
     at = ", at {}:{}: {}".format(*frame) if frame and not frame[0].startswith(TORCH) else ""
     advice = "; write that differently, or export it yourself and pass the ExportedProgram"
     return f"{type(error).__name__}: {said}{at}{advice}" + (f"\n{rest}" if rest else "")

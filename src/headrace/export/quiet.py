@@ -97,7 +97,7 @@ class _WithoutGraphs:
     def write(self, text: str) -> int:
         if threading.get_ident() != self.thread:
             self.stream.write(text)
-        elif text.startswith("class GraphModule("):
+        elif text.lstrip().startswith(("class GraphModule(", "def forward(self, arg0_1")):
             self.skipped = True
         elif not self.skipped or text != "\n":
             self.skipped = False
