@@ -44,14 +44,20 @@ CudaStreamKey stream_key(StreamHandle stream) {
   return {stream, number};
 }
 
+// What a function leaves behind, the exception of its failure for one, may go in here too, and take memory or
+// events with it: the whole of it is inside.
 void CudaCalls::run_once(void* call) {
+  HostFunctionScope scope;
   std::unique_ptr<CudaCallRef> owner(static_cast<CudaCallRef*>(call));
   run(**owner);
   std::lock_guard lock(done().mutex);
   done().functions.push_back(std::exchange((*owner)->function, nullptr));
 }
 
-void CudaCalls::run_again(void* call) { run(*static_cast<CudaCall*>(call)); }
+void CudaCalls::run_again(void* call) {
+  HostFunctionScope scope;
+  run(*static_cast<CudaCall*>(call));
+}
 
 std::vector<HostFunction> CudaCalls::take_done() {
   if (!any()) return {};

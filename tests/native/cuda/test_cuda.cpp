@@ -590,6 +590,37 @@ TEST(cuda_functions_are_destroyed_by_a_later_call_and_never_inside_the_driver) {
   nothing_left();
 }
 
+TEST(cuda_what_a_failure_left_that_nobody_is_told_of_goes_outside_the_driver_s_callback) {
+  DeviceRef device = gpu();
+  StreamHandle stream = *device->create_stream({});
+  auto ring = std::make_shared<Ring>(device);
+  BlockRef block = *ring->take(64, stream);
+  ring->close();  // memory is given back at once
+  CHECK_OK(device->synchronize(stream));
+  int count = 0;
+  CHECK_OK(device->begin_capture(stream, CaptureMode::kThreadLocal));
+  CHECK_OK(device->call(stream,
+                        [&] {
+                          Status status(ErrorCode::kDelegate, "boom");
+                          if (++count == 2) status->cause = std::move(block);
+                          return status;
+                        },
+                        {}));
+  auto graph = device->end_capture(stream);
+  CHECK_OK(graph);
+  auto exec = device->instantiate(**graph);
+  CHECK_OK(exec);
+  for (int i = 0; i < 2; ++i) CHECK_OK(device->launch(**exec, stream));
+  CHECK_REFUSED(device->synchronize(stream), kDelegate, "boom");
+  CHECK_EQ(count, 2);
+  *exec = nullptr;
+  *graph = nullptr;
+  run_put_off();
+  ring = nullptr;
+  CHECK_OK(device->destroy_stream(stream));
+  nothing_left();
+}
+
 // ---- capture
 
 TEST(cuda_captures_and_replays) {
