@@ -31,15 +31,27 @@ def missing_gpu() -> str:
     )
 
 
+def missing_second_gpu() -> str:
+    """Why the tests marked ``two_gpus`` cannot run where those marked ``cuda`` can."""
+    try:
+        headrace.device("cuda:1")
+    except headrace.DeviceError as error:
+        return str(error)
+    return ""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The one place that skips for want of a GPU. With HEADRACE_REQUIRE_CUDA set it fails instead."""
     marked = [item for item in items if item.get_closest_marker("cuda")]
     why = missing_gpu() if marked else ""
     if why and os.environ.get("HEADRACE_REQUIRE_CUDA"):
         raise pytest.UsageError(f"tests marked cuda: {why}")
+    second = why or (missing_second_gpu() if any(i.get_closest_marker("two_gpus") for i in marked) else "")
     for item in marked:
         if why:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU: {why}"))
+        elif second and item.get_closest_marker("two_gpus"):
+            item.add_marker(pytest.mark.skip(reason=f"needs two NVIDIA GPUs: {second}"))
 
 
 def array_of(value: programs.Value) -> object:

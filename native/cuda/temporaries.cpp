@@ -13,7 +13,7 @@ Temporaries::Temporaries(DeviceRef device)
 void Temporaries::begin(StreamHandle stream, bool keep) {
   stream_ = stream;
   keep_ = keep;
-  if (!failure_.ok()) failure_ = {};
+  failure_ = {};
 }
 
 void* Temporaries::take(size_t nbytes) try {

@@ -14,15 +14,10 @@ from tests import programs
 from . import kernels
 from .test_aoti import check, inputs_of, raw
 
-
-def how_many() -> int:
-    return int(kernels.torch.cuda.device_count()) if kernels.torch is not None else 0
-
-
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.filterwarnings("ignore::headrace.LaneWarning"),
-    pytest.mark.skipif(how_many() < 2, reason="needs two GPUs"),
+    pytest.mark.two_gpus,
 ]
 # Kernels that are loaded on each; weights that each has of its own; state; stock's.
 NAMES = ["mlp", "transformer", "kept_state", "stock_mlp"]

@@ -312,6 +312,17 @@ static void gpu() {
   CHECK(A(get_current_cuda_stream)(3, &now) == 0 && now == &first_stream);
   CHECK(A(create_cuda_stream_guard)(&second_stream, 0, &guard) == 1 && A(create_cuda_guard)(1, &guard) == 1);
   CHECK(std::string(take_error()).find("device index 3") != std::string::npos);
+  // Guards within guards, as many as there is room for; each puts back what was there before it.
+  void* guards[9] = {};
+  int streams[9] = {};
+  for (int i = 0; i < 8; ++i) CHECK(A(create_cuda_stream_guard)(&streams[i], 3, &guards[i]) == 0);
+  CHECK(A(create_cuda_stream_guard)(&streams[8], 3, &guards[8]) == 1);
+  CHECK(std::string(take_error()).find("at most 8 guards at once") != std::string::npos);
+  for (int i = 8; i-- > 0;) {
+    CHECK(A(get_current_cuda_stream)(3, &now) == 0 && now == &streams[i]);
+    CHECK(A(delete_cuda_stream_guard)(guards[i]) == 0);
+  }
+  CHECK(A(get_current_cuda_stream)(3, &now) == 0 && now == &first_stream);
 
   // Strided copies: as few as there are stretches without a gap.
   float* x = data(a);
