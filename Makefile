@@ -84,7 +84,7 @@ export-cuda: .venv-dev/ready .venv-export/ready ## the programs that test-cuda r
 	HEADRACE_EXPORT_PYTHON=$(EXPORT) $(DEV) -c 'from tests.programs import CUDA, TENSORRT_CUDA; print(CUDA.ensure(), TENSORRT_CUDA.ensure())'
 	HEADRACE_CUDA_PROGRAMS=all $(DEV) -m pytest -q tests/unit/test_export.py -k 'for_a_gpu and not in_a_process'
 
-test-cuda: .venv-dev/ready ## the tests that need a GPU; skipping one is a failure
+test-cuda: .venv-dev/ready ## the tests that need a GPU; having none is a failure
 	HEADRACE_REQUIRE_CUDA=1 $(DEV) -m pytest -m cuda tests
 
 # What a user gets: the package and what it declares, nothing else.
